@@ -1,0 +1,131 @@
+"""Depthwise causal convolution with silu: the short filter in front of the gated delta rule.
+
+y[t, c] = silu(sum over w of weight[c, w] * x[t - (W - 1) + w, c]), where tokens before the call come from the
+sequence's history. Sums run from the oldest tap to the newest in fp32, so that a token's bits depend on its
+own W inputs only: not on the batch, the chunking, or the number of threads.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qwen35_kernels.contracts import (
+    FLOAT_DTYPES,
+    check_device,
+    check_dtype,
+    check_index,
+    check_rank,
+    check_shape,
+    refuse,
+)
+from qwen35_kernels.elementwise import silu_
+from qwen35_kernels.sequences import SequencePlan, Tap, plan_sequences
+
+__all__ = ["causal_conv1d_prefill", "causal_conv1d_step"]
+
+
+def _check(op: str, x: Tensor, weight: Tensor, history: Tensor) -> None:
+    check_rank(op, "x", x, 2)
+    check_rank(op, "weight", weight, 2)
+    check_rank(op, "history", history, 3)
+    channels, width = weight.shape
+    if width < 2:
+        refuse(op, "weight must have at least 2 taps", width)
+    check_dtype(op, "x", x, FLOAT_DTYPES)
+    check_dtype(op, "weight", weight, FLOAT_DTYPES)
+    check_dtype(op, "history", history, (x.dtype,))
+    check_shape(op, "x", x, (x.shape[0], channels))
+    check_shape(op, "history", history, (history.shape[0], channels, width - 1))
+    check_device(op, "weight", weight, x.device)
+    check_device(op, "history", history, x.device)
+
+
+def causal_conv1d_prefill(
+    *,
+    x: Tensor,
+    weight: Tensor,
+    history: Tensor,
+    slots: Sequence[int],
+    cu_seqlens: Sequence[int],
+    bases: Sequence[int],
+    taps: Sequence[Tap] = (),
+    has_state: Sequence[bool] | None = None,
+) -> Tensor:
+    """Convolve N sequences laid end to end, and move each one's history forward.
+
+    x [T, C] in fp32 or bf16, any strides; weight [C, W]; history, a view [S, C, W - 1] in x's dtype, oldest
+    column first: column j of a slot is the input W - 1 - j tokens before the sequence's next one. Reads the
+    history of each sequence's slot (zeros where `has_state` says False), writes the last W - 1 inputs back
+    to it, and for each tap at position p writes the inputs [p - (W - 1), p) to the tap's slot, exact
+    copies, also where they reach back into the history. Returns y [T, C] in x's dtype, new and contiguous.
+    `bases` only locate taps.
+    """
+    op = "causal_conv1d_prefill"
+    _check(op, x, weight, history)
+    plans = plan_sequences(
+        op,
+        num_tokens=x.shape[0],
+        num_slots=history.shape[0],
+        slots=slots,
+        cu_seqlens=cu_seqlens,
+        bases=bases,
+        taps=taps,
+        has_state=has_state,
+    )
+    columns = weight.float().t().contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for plan in plans:
+        _prefill_one(x[plan.begin : plan.end], y[plan.begin : plan.end], columns, history, plan)
+    return y
+
+
+def _prefill_one(x: Tensor, y: Tensor, columns: Tensor, history: Tensor, plan: SequencePlan) -> None:
+    reach = columns.shape[0] - 1
+    before = history[plan.slot].t()
+    before = before.clone() if plan.has_state else torch.zeros_like(before)
+    # The first rows look back into the history: give them a short joined copy, the rest read x in place.
+    joined = torch.cat([before, x[:reach]])
+    head = min(reach, plan.num_tokens)
+    if head:
+        y[:head] = _filter(joined, columns, head)
+    for begin in range(reach, plan.num_tokens, _ROWS_PER_PASS):
+        end = min(begin + _ROWS_PER_PASS, plan.num_tokens)
+        y[begin:end] = _filter(x[begin - reach : end], columns, end - begin)
+    for length, slot in (*plan.taps, (plan.num_tokens, plan.slot)):
+        window = joined[length : length + reach] if length < reach else x[length - reach : length]
+        history[slot] = window.t()
+
+
+# Rows per pass: keeps the running sum and its inputs in a core's cache at Qwen3.5's channel counts.
+_ROWS_PER_PASS = 64
+
+
+def _filter(window: Tensor, columns: Tensor, rows: int) -> Tensor:
+    """silu of the filtered `rows` last rows of window [rows + W - 1, C], in fp32."""
+    window = window.float()
+    total = window[:rows] * columns[0]
+    for tap in range(1, columns.shape[0]):
+        total.addcmul_(window[tap : tap + rows], columns[tap])
+    return silu_(total)
+
+
+def causal_conv1d_step(*, x: Tensor, weight: Tensor, history: Tensor, slots: Tensor) -> Tensor:
+    """One token for each of B lanes, in place.
+
+    x [B, C]; weight [C, W]; history, a view [S, C, W - 1] in x's dtype; slots int64 [B], distinct except for
+    scratch slot 0, which padding lanes may share. Drops each slot's oldest column and appends x. Returns y
+    [B, C] in x's dtype. Same sum and rounding as the prefill form.
+    """
+    op = "causal_conv1d_step"
+    _check(op, x, weight, history)
+    check_index(op, "slots", slots, x.shape[0], begin=0, end=history.shape[0])
+    check_device(op, "slots", slots, x.device)
+    window = torch.cat([history.index_select(0, slots), x.unsqueeze(2)], dim=2)
+    history.index_copy_(0, slots, window[:, :, 1:])
+    columns = weight.float()
+    values = window.float()
+    total = values[:, :, 0] * columns[:, 0]
+    for tap in range(1, columns.shape[1]):
+        total.addcmul_(values[:, :, tap], columns[:, tap])
+    return silu_(total).to(x.dtype)

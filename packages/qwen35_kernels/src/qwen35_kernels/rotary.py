@@ -1,0 +1,100 @@
+"""Partial rotary position embedding in the half-split form, fused with the q/k norms."""
+
+import torch
+from torch import Tensor
+
+from qwen35_kernels.contracts import (
+    FLOAT_DTYPES,
+    check_device,
+    check_dtype,
+    check_eps,
+    check_rank,
+    check_shape,
+    refuse,
+)
+from qwen35_kernels.norms import normalise
+
+__all__ = ["qk_norm_rotary", "rotary_frequencies", "rotary_tables"]
+
+
+def rotary_frequencies(*, rotary_dim: int, theta: float) -> Tensor:
+    """theta ** (-2 i / rotary_dim) for i in [0, rotary_dim / 2), float32 on the CPU."""
+    if rotary_dim < 2 or rotary_dim % 2:
+        refuse("rotary_frequencies", "rotary_dim must be even and at least 2", rotary_dim)
+    if not theta > 1.0:
+        refuse("rotary_frequencies", "theta must be above 1", theta)
+    return 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+
+
+def rotary_tables(*, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of positions[t] * frequencies[i], float32 [T, rotary_dim / 2].
+
+    positions: int64 [T]. The angle is a float32 product, as in the published model: at large positions its
+    rounding is part of what the model was trained with.
+    """
+    check_rank("rotary_tables", "positions", positions, 1)
+    check_dtype("rotary_tables", "positions", positions, (torch.int64,))
+    check_rank("rotary_tables", "frequencies", frequencies, 1)
+    check_dtype("rotary_tables", "frequencies", frequencies, (torch.float32,))
+    check_device("rotary_tables", "frequencies", frequencies, positions.device)
+    angles = positions.float().unsqueeze(1) * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the first 2 * cos.shape[-1] dims of x [T, heads, D] into out; the other dims are copied."""
+    half = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    out[..., :half] = first * cos - second * sin
+    out[..., half : 2 * half] = second * cos + first * sin
+    out[..., 2 * half :] = x[..., 2 * half :]
+
+
+def qk_norm_rotary(
+    *,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Zero-centred RMSNorm of every head of q and k, then rotary on the first dims.
+
+    q [T, H, D] and k [T, HKV, D] in fp32 or bf16, any strides (q may be the first half of a query-and-gate
+    projection); q_weight and k_weight [D]; cos and sin float32 [T, R / 2] with R <= D. With x' the normed
+    head, x'[i] and x'[i + R/2] turn by the angle of (t, i):
+
+        y[i] = x'[i] cos - x'[i + R/2] sin,    y[i + R/2] = x'[i + R/2] cos + x'[i] sin
+
+    Computed in fp32, rounded once. Returns new contiguous tensors; nothing else is written.
+    """
+    op = "qk_norm_rotary"
+    check_eps(op, eps)
+    check_rank(op, "q", q, 3)
+    check_rank(op, "k", k, 3)
+    tokens, _, dim = q.shape
+    for name, x in (("q", q), ("k", k)):
+        check_dtype(op, name, x, FLOAT_DTYPES)
+    if k.shape[0] != tokens or k.shape[2] != dim or k.dtype != q.dtype or k.device != q.device:
+        refuse(op, f"k must match q in tokens, head dim ({tokens}, {dim}), dtype and device", tuple(k.shape))
+    for name, w in (("q_weight", q_weight), ("k_weight", k_weight)):
+        check_shape(op, name, w, (dim,))
+        check_dtype(op, name, w, FLOAT_DTYPES)
+        check_device(op, name, w, q.device)
+    check_rank(op, "cos", cos, 2)
+    if 2 * cos.shape[1] > dim:
+        refuse(op, f"cos must cover at most {dim // 2} frequencies", cos.shape[1])
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_shape(op, name, table, (tokens, cos.shape[1]))
+        check_dtype(op, name, table, (torch.float32,))
+        check_device(op, name, table, q.device)
+    outputs = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        normed = normalise(x, eps).mul_(weight.float() + 1.0)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rotate_into(out, normed, cos, sin)
+        outputs.append(out)
+    return outputs[0], outputs[1]

@@ -1,0 +1,145 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_testing import assert_close, assert_same_bits, generator
+from qwen35_kernels import KernelInputError, log_probabilities, reference, sample
+from qwen35_kernels.sampling import uniform_noise
+
+
+def parameters(rows: int, **changes: object) -> dict[str, Tensor]:
+    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seeds": 0, "steps": 0}
+    out = {}
+    for name, value in {**plain, **changes}.items():
+        dtype = torch.int64 if name in ("top_k", "seeds", "steps") else torch.float32
+        tensor = torch.as_tensor(value, dtype=dtype)
+        out[name] = tensor.expand(rows).contiguous() if tensor.dim() == 0 else tensor
+    return out
+
+
+SETTINGS = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.3},
+    {"temperature": 2.5},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 1000},
+    {"top_p": 0.1},
+    {"top_p": 0.7},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_draws_the_token_of_the_definition(settings: dict) -> None:
+    rows = 200
+    logits = torch.randn(rows, 50, generator=generator(60)) * 2
+    logits[:, 7] = float("-inf")
+    seeds = torch.arange(rows) * 7919 - 300
+    steps = torch.arange(rows) % 5
+    given = parameters(rows, seeds=seeds, steps=steps, **settings)
+    noise = uniform_noise(seeds, steps).tolist()
+    tokens = sample(logits=logits, **given)
+    assert tokens.dtype == torch.int64
+    expected = [
+        reference.sample_row(
+            logits[i].tolist(),
+            float(given["temperature"][i]),
+            int(given["top_k"][i]),
+            float(given["top_p"][i]),
+            float(given["min_p"][i]),
+            noise[i],
+        )
+        for i in range(rows)
+    ]
+    assert tokens.tolist() == expected
+
+
+def test_equal_logits_stay_together() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0, 2.0, -1.0]])
+    for settings in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}):
+        drawn = {int(sample(logits=logits, **parameters(1, seeds=seed, **settings))) for seed in range(200)}
+        assert drawn == {1, 2, 3}
+    assert int(sample(logits=logits, **parameters(1, temperature=0.0))) == 1
+
+
+def test_a_row_does_not_depend_on_the_batch() -> None:
+    rows = 9
+    logits = torch.randn(rows, 1003, generator=generator(61)) * 3
+    given = parameters(
+        rows,
+        temperature=[0.0, 1.0, 0.5, 2.0, 1.0, 1.0, 0.9, 0.0, 1.3],
+        top_k=[0, 3, 0, 50, 0, 1, 2000, 5, 0],
+        top_p=[1.0, 1.0, 0.9, 0.5, 0.99, 1.0, 1.0, 0.2, 1.0],
+        min_p=[0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.3, 0.0, 0.0],
+        seeds=[1, 2, 3, 4, 5, 6, 7, 8, -9],
+        steps=[0, 10, 20, 3, 3, 3, 1, 2, 2**40],
+    )
+    whole = sample(logits=logits, **given)
+    for picked in ([0], [4], [8], [8, 3, 2], [1, 1, 1, 6]):
+        part = sample(logits=logits[picked], **{name: x[picked] for name, x in given.items()})
+        assert part.tolist() == whole[picked].tolist()
+
+
+def test_frequencies_follow_the_probabilities() -> None:
+    rows = 20_000
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    given = parameters(rows, seeds=torch.arange(rows), steps=3)
+    counts = torch.bincount(sample(logits=logits.expand(rows, 4), **given), minlength=4)
+    expected = torch.softmax(logits, 0) * rows
+    # Pearson's statistic with 3 degrees of freedom is above 21.1 once in ten thousand seeds; the seeds are fixed.
+    assert float(((counts - expected) ** 2 / expected).sum()) < 21.1
+
+
+def test_noise_is_uniform_over_seeds_and_over_steps() -> None:
+    number = torch.arange(1 << 14)
+    fixed = torch.full_like(number, 12345)
+    for noise in (uniform_noise(number, fixed), uniform_noise(fixed, number)):
+        assert float(noise.min()) >= 0.0
+        assert float(noise.max()) < 1.0
+        counts = torch.histc(noise, 64, 0.0, 1.0)
+        assert float(((counts - 256) ** 2 / 256).sum()) < 122.0
+        assert abs(float((noise[1:] - 0.5).mul(noise[:-1] - 0.5).mean())) < 0.005
+    assert len(set(uniform_noise(number, number).tolist())) == len(number)
+
+
+def test_noise_hash_matches_plain_integers() -> None:
+    def mix(x: int) -> int:
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+        return x ^ (x >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    for seed, step in ((0, 0), (1, 0), (0, 1), (-1, 5), (2**63 - 1, 2**40), (-(2**63), 2)):
+        hashed = mix((mix((seed + golden) % 2**64) + step * golden) % 2**64)
+        noise = float(uniform_noise(torch.tensor([seed]), torch.tensor([step])))
+        assert noise == (hashed >> 11) / 2**53
+
+
+def test_log_probabilities_match_the_oracle() -> None:
+    logits = torch.randn(4, 997, generator=generator(62)) * 10
+    assert_close(log_probabilities(logits=logits), reference.log_probabilities(logits), atol=5e-6, rtol=2e-6)
+    whole = log_probabilities(logits=logits)
+    assert_same_bits(log_probabilities(logits=logits[2:3]), whole[2:3])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": -0.5}, r"temperature must be at least 0, got -0.5"),
+        ({"temperature": math.nan}, r"temperature must be at least 0, got nan"),
+        ({"top_k": -1}, "top_k must be at least 0, got -1"),
+        ({"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
+        ({"top_p": 1.5}, r"top_p must lie in \(0, 1\], got 1.5"),
+        ({"min_p": 1.5}, r"min_p must lie in \[0, 1\], got 1.5"),
+        ({"seeds": [1, 2]}, r"seeds must have shape \(1,\), got \(2,\)"),
+    ],
+)
+def test_bad_parameters_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(KernelInputError, match="sample: " + message):
+        sample(logits=torch.zeros(1, 4), **parameters(1, **changes))
