@@ -1,0 +1,176 @@
+"""The copy stream of a CPU: one background thread, so that copies are really on their way."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slab_pool.batches import Copy, CopyBatch, Direction
+from slab_pool.streams import (
+    CALLING_THREAD,
+    DEFAULT_MAX_IN_FLIGHT_BYTES,
+    CallingThread,
+    CopyStream,
+)
+from slab_pool.tickets import Ticket
+
+CopyFunction = Callable[[Copy, Direction], None]
+
+
+def copy_now(copy: Copy, direction: Direction) -> None:
+    """Make one copy between two CPU tensors, in the calling thread."""
+    if copy.rows == 1:  # no views: for a slice of 64 KiB they take as long as the copy
+        device = copy.device.data_ptr() + copy.device_offset
+        host = copy.host.data_ptr() + copy.host_offset
+        if direction is Direction.HOST_TO_DEVICE:
+            ctypes.memmove(device, host, copy.width)
+        else:
+            ctypes.memmove(host, device, copy.width)
+    elif direction is Direction.HOST_TO_DEVICE:
+        copy.device_view().copy_(copy.host_view())
+    else:
+        copy.host_view().copy_(copy.device_view())
+
+
+class HostCompletion:
+    """Progress of a batch that threads of this process can see: a count under a lock."""
+
+    __slots__ = ("_condition", "_finished", "_landed", "_num_parts", "_seconds", "error")
+
+    def __init__(self, num_parts: int) -> None:
+        self._condition = threading.Condition()
+        self._num_parts = num_parts
+        self._landed = 0
+        self._finished = False
+        self._seconds = 0.0
+        self.error: BaseException | None = None
+
+    def num_landed(self) -> int:
+        return self._landed
+
+    def finished(self) -> bool:
+        return self._finished
+
+    def wait(self, num_parts: int) -> None:
+        if self._landed < num_parts and not self._finished:
+            with self._condition:
+                self._condition.wait_for(lambda: self._landed >= num_parts or self._finished)
+
+    def wait_finished(self) -> None:
+        if not self._finished:
+            with self._condition:
+                self._condition.wait_for(lambda: self._finished)
+
+    def wait_on(self, part: int, compute: Any) -> None:
+        check_calling_thread("wait_on", compute)
+        self.wait(part + 1)
+
+    def seconds(self) -> float:
+        return self._seconds
+
+    # -- the copying side ------------------------------------------------------------------------------------
+
+    def land_part(self) -> None:
+        with self._condition:
+            self._landed += 1
+            self._condition.notify_all()
+
+    def finish(self, *, seconds: float = 0.0, error: BaseException | None = None) -> None:
+        """The batch is at rest: landed, or failed with `error`."""
+        with self._condition:
+            self._seconds = seconds
+            self.error = error
+            self._finished = True
+            self._condition.notify_all()
+
+
+class CpuCopyStream(CopyStream):
+    """`CopyStream` between Host memory and arenas in the same memory.
+
+    `after` may be `CALLING_THREAD` (from `compute_stream()`) or a ticket of any stream; the background thread
+    waits for the ticket. A batch behind a ticket that failed still runs, for the order is all it asked for.
+    `copy` is a seam for tests.
+    """
+
+    def __init__(
+        self, *, max_in_flight_bytes: int = DEFAULT_MAX_IN_FLIGHT_BYTES, copy: CopyFunction = copy_now
+    ) -> None:
+        super().__init__(max_in_flight_bytes=max_in_flight_bytes)
+        self._copy = copy
+        self._wake = threading.Condition()
+        self._queue: deque[tuple[CopyBatch, tuple[Any, ...], HostCompletion]] = deque()
+        self._ending = False
+        self._thread: threading.Thread | None = None
+
+    def compute_stream(self) -> CallingThread:
+        return CALLING_THREAD
+
+    def _check_after(self, after: Any) -> None:
+        check_host_prerequisite(after)
+
+    def _start(self, batch: CopyBatch, after: tuple[Any, ...]) -> HostCompletion:
+        completion = HostCompletion(len(batch.parts))
+        if self._thread is None:
+            # A daemon, so that an interpreter that ends without close() does not wait for it forever.
+            self._thread = threading.Thread(target=self._run, name="slab-pool-copy", daemon=True)
+            self._thread.start()
+        with self._wake:
+            self._queue.append((batch, after, completion))
+            self._wake.notify()
+        return completion
+
+    def close(self) -> None:
+        """Drain, then end the thread."""
+        super().close()
+        if self._thread is not None:
+            with self._wake:
+                self._ending = True
+                self._wake.notify()
+            self._thread.join()
+
+    # Arenas made under inference_mode may only be written under it, and others may be as well.
+    @torch.inference_mode()
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._queue or self._ending)
+                if not self._queue:
+                    return
+                batch, after, completion = self._queue.popleft()
+            self._run_batch(batch, after, completion)
+            # Not held while waiting for the next batch: whoever dropped an arena wants its memory back.
+            del batch, after, completion
+
+    def _run_batch(self, batch: CopyBatch, after: tuple[Any, ...], completion: HostCompletion) -> None:
+        begin = time.perf_counter()
+        try:
+            for prerequisite in after:
+                if isinstance(prerequisite, Ticket):
+                    prerequisite.completion.wait_finished()
+            begin = time.perf_counter()
+            for part in batch.parts:
+                for copy in part.copies:
+                    self._copy(copy, batch.direction)
+                completion.land_part()
+        except BaseException as error:
+            completion.finish(error=error)
+        else:
+            completion.finish(seconds=time.perf_counter() - begin)
+
+
+def check_calling_thread(op: str, compute: Any) -> None:
+    """TypeError unless `compute` is what a CPU stream's `compute_stream()` returns."""
+    if not isinstance(compute, CallingThread):
+        raise TypeError(f"{op}: the compute stream of a CPU is CALLING_THREAD, got {compute!r}")
+
+
+def check_host_prerequisite(after: Any) -> None:
+    """TypeError unless `after` is something a thread can wait for."""
+    if not isinstance(after, (CallingThread, Ticket)):
+        raise TypeError(f"submit: after must be CALLING_THREAD or a ticket, got {after!r}")

@@ -1,0 +1,76 @@
+"""What can go wrong, in one place.
+
+SlabPoolError
+├── HostMemoryError      the system refused Host memory (also a MemoryError)
+├── PoolExhausted        fewer free slabs than asked for
+├── StaleSlab            a handle that is released, foreign or made up (also a LookupError)
+├── PoolClosed           the pool or the copy stream was closed (also a RuntimeError)
+├── CopyFailed           a batch of copies did not land; carries the ticket
+├── WouldBlock           a test double was asked to wait for copies nobody told it to land
+└── ImageError           an image file
+    ├── ImageCancelled   the caller's `cancelled()` said so
+    ├── ImageDamaged     length, checksum, magic or version are not what they should be
+    └── ImageUnsuitable  a sound file of another geometry
+
+Bad arguments are ValueError or TypeError as everywhere in Python, and the operating system's own refusals of
+files stay OSError.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slab_pool.tickets import Ticket
+
+
+class SlabPoolError(Exception):
+    """Base of everything this package raises by itself."""
+
+
+class HostMemoryError(SlabPoolError, MemoryError):
+    """The system refused Host memory: never the device's. `num_bytes` is what was asked for."""
+
+    def __init__(self, message: str, *, num_bytes: int) -> None:
+        super().__init__(message)
+        self.num_bytes = num_bytes
+
+
+class PoolExhausted(SlabPoolError):
+    """`acquire` found fewer free slabs than asked for; nothing was taken."""
+
+
+class StaleSlab(SlabPoolError, LookupError):
+    """A slab handle that this pool has not out: released before, another pool's, or no handle at all."""
+
+
+class PoolClosed(SlabPoolError, RuntimeError):
+    """The pool or copy stream was used after `close()`."""
+
+
+class CopyFailed(SlabPoolError):
+    """A batch did not land. `ticket` names it; the first error is the `__cause__`."""
+
+    def __init__(self, message: str, *, ticket: Ticket) -> None:
+        super().__init__(message)
+        self.ticket = ticket
+
+
+class WouldBlock(SlabPoolError):
+    """A wait that could only be ended by the waiting thread itself (test doubles)."""
+
+
+class ImageError(SlabPoolError):
+    """Base of everything about image files."""
+
+
+class ImageCancelled(ImageError):
+    """The caller's `cancelled()` became true; nothing was left behind."""
+
+
+class ImageDamaged(ImageError):
+    """The file is not what its header, lengths and checksums say; nothing was loaded."""
+
+
+class ImageUnsuitable(ImageError):
+    """A sound file that does not fit the pool it was to be loaded into."""

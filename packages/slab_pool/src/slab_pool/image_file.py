@@ -1,0 +1,264 @@
+"""Slabs to a file and back: all of it or nothing, in one sequential pass."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from slab_pool.errors import ImageCancelled, ImageDamaged, ImageUnsuitable
+from slab_pool.image_format import (
+    FIXED_BYTES,
+    ImageHeader,
+    decode_header,
+    decode_trailer,
+    encode_front,
+    encode_trailer,
+    header_bytes,
+    num_tables_of,
+    split_tables,
+)
+from slab_pool.pool import SlabPool
+
+Progress = Callable[[int, int], None]
+"""Called with the number of slabs done and of all; first with 0."""
+
+WriteFunction = Callable[[int, memoryview], int]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTransfer:
+    """What a save or a load moved."""
+
+    num_slabs: int
+    num_bytes: int
+    seconds: float
+
+
+def temporary_path(path: str | os.PathLike[str]) -> Path:
+    """Where an image for `path` is written before it is complete. The same each time, so that what a killed
+    process left behind is overwritten by the next save."""
+    path = Path(path)
+    return path.with_name(path.name + ".tmp")
+
+
+def save_image(
+    path: str | os.PathLike[str],
+    pool: SlabPool,
+    handles: Sequence[int],
+    *,
+    tables: Sequence[bytes] = (),
+    progress: Progress | None = None,
+    cancelled: Callable[[], bool] | None = None,
+    write: WriteFunction = os.write,
+) -> ImageTransfer:
+    """Write the slabs `handles`, in this order and with the caller's `tables` before them, to `path`.
+
+    Written beside it (`temporary_path`), made durable, then renamed over it: until the last moment a file that
+    was at `path` stays as it was, whatever happens, and the temporary file is removed. `cancelled` is asked
+    before every slab and before the rename; then ImageCancelled. A disk that is full, or any other refusal of
+    the system, is the OSError it is. The slabs' copies must have landed.
+    """
+    path = Path(path)
+    temporary = temporary_path(path)
+    pool.slab_numbers(handles)
+    header, front = encode_front(pool.slab_bytes, len(handles), tables)
+    begin = time.perf_counter()
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        try:
+            _write_all(write, descriptor, memoryview(front))
+            checksums = _write_slabs(write, descriptor, pool, handles, progress, cancelled)
+            _write_all(write, descriptor, memoryview(encode_trailer(checksums)))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        _check_cancelled(cancelled, f"save_image {path}")
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        raise
+    _sync_folder(path.parent)
+    return ImageTransfer(len(handles), header.file_bytes, time.perf_counter() - begin)
+
+
+def _write_slabs(
+    write: WriteFunction,
+    descriptor: int,
+    pool: SlabPool,
+    handles: Sequence[int],
+    progress: Progress | None,
+    cancelled: Callable[[], bool] | None,
+) -> list[int]:
+    # Checksums are computed beside the writing: both let go of the interpreter's lock.
+    with ThreadPoolExecutor(1, thread_name_prefix="slab-pool-sum") as summing:
+        sums: list[Future[int]] = []
+        try:
+            for index, handle in enumerate(handles):
+                _check_cancelled(cancelled, f"save_image: at slab {index} of {len(handles)}")
+                if progress is not None:
+                    progress(index, len(handles))
+                memory = pool.memory(handle)
+                sums.append(summing.submit(zlib.crc32, memory))
+                _write_all(write, descriptor, memory)
+            if progress is not None:
+                progress(len(handles), len(handles))
+            return [future.result() for future in sums]
+        except BaseException:
+            summing.shutdown(cancel_futures=True)
+            raise
+
+
+def _write_all(write: WriteFunction, descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[write(descriptor, data) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` durable, where the system lets a folder be opened."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _check_cancelled(cancelled: Callable[[], bool] | None, what: str) -> None:
+    if cancelled is not None and cancelled():
+        raise ImageCancelled(f"{what}: cancelled")
+
+
+class ImageFile:
+    """An image file opened for reading. Header, tables and trailer are read and checked here; no slab is.
+
+    So the caller can look at `tables` and choose before a byte of a slab is read. ImageDamaged for anything
+    that is not as it was written, FileNotFoundError where there is none.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        try:
+            self._header = self._read_header()
+            between = self._header.slabs_begin - self._header.header_bytes
+            self.tables = split_tables(self._header, self._read(self._header.header_bytes, between, "tables"))
+            trailer = self._read(self._header.trailer_begin, self._header.trailer_bytes, "trailer")
+            self._checksums = decode_trailer(self._header, trailer)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._open = True
+
+    def _read_header(self) -> ImageHeader:
+        file_bytes = os.fstat(self._descriptor).st_size
+        num_tables = num_tables_of(self._read(0, min(FIXED_BYTES, file_bytes), "header"))
+        size = header_bytes(num_tables)
+        return decode_header(self._read(0, min(size, file_bytes), "header"), file_bytes=file_bytes)
+
+    def _read(self, offset: int, num_bytes: int, what: str) -> bytes:
+        data = bytearray(num_bytes)
+        self._read_into(offset, memoryview(data), what)
+        return bytes(data)
+
+    def _read_into(self, offset: int, memory: memoryview, what: str) -> None:
+        while memory:
+            got = os.preadv(self._descriptor, [memory], offset)
+            if got == 0:
+                raise ImageDamaged(f"{self.path}: ends inside {what}")
+            offset += got
+            memory = memory[got:]
+
+    @property
+    def slab_bytes(self) -> int:
+        return self._header.slab_bytes
+
+    @property
+    def num_slabs(self) -> int:
+        return self._header.num_slabs
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self._header.file_bytes
+
+    def load(
+        self,
+        pool: SlabPool,
+        *,
+        ordinals: Sequence[int] | None = None,
+        progress: Progress | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> tuple[int, ...]:
+        """Read slabs (all, or those at `ordinals`, in that order) into newly acquired ones; their handles.
+
+        All or nothing: on any error every slab acquired here is free again. ImageUnsuitable for another slab
+        size, PoolExhausted for too small a pool, ImageDamaged for a wrong byte in any slab that was to be read,
+        ImageCancelled when `cancelled` says so before one.
+        """
+        if self.slab_bytes != pool.slab_bytes:
+            raise ImageUnsuitable(
+                f"load: slabs of {self.path} must have {pool.slab_bytes} bytes, got {self.slab_bytes}"
+            )
+        wanted = range(self.num_slabs) if ordinals is None else ordinals
+        for ordinal in wanted:
+            if not 0 <= ordinal < self.num_slabs:
+                raise IndexError(f"load: ordinals must be below {self.num_slabs}, got {ordinal!r}")
+        handles = pool.acquire(len(wanted))
+        try:
+            self._load_into(pool, handles, wanted, progress, cancelled)
+        except BaseException:
+            pool.release(handles)
+            raise
+        return handles
+
+    def _load_into(
+        self,
+        pool: SlabPool,
+        handles: Sequence[int],
+        wanted: Sequence[int],
+        progress: Progress | None,
+        cancelled: Callable[[], bool] | None,
+    ) -> None:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        # The `with` waits for the sums that are running: no thread reads a slab that was released.
+        with ThreadPoolExecutor(1, thread_name_prefix="slab-pool-sum") as summing:
+            sums: list[Future[int]] = []
+            try:
+                for index, (handle, ordinal) in enumerate(zip(handles, wanted, strict=True)):
+                    _check_cancelled(cancelled, f"load {self.path}: at slab {index} of {len(wanted)}")
+                    if progress is not None:
+                        progress(index, len(wanted))
+                    memory = pool.memory(handle)
+                    offset = self._header.slabs_begin + ordinal * self.slab_bytes
+                    self._read_into(offset, memory, f"slab {ordinal}")
+                    sums.append(summing.submit(zlib.crc32, memory))
+                for future, ordinal in zip(sums, wanted, strict=True):
+                    if future.result() != self._checksums[ordinal]:
+                        raise ImageDamaged(
+                            f"{self.path}: slab {ordinal}: checksum must be {self._checksums[ordinal]:#010x}"
+                        )
+            except BaseException:
+                summing.shutdown(cancel_futures=True)
+                raise
+        if progress is not None:
+            progress(len(wanted), len(wanted))
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            os.close(self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

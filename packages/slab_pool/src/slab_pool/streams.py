@@ -1,0 +1,169 @@
+"""The copy stream: what CUDA, CPU and test double share — order, accounting, waiting for room, polling."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import Any, Final, Self
+
+from slab_pool.batches import CopyBatch, Direction
+from slab_pool.errors import PoolClosed
+from slab_pool.statistics import CopyStatistics, DirectionStatistics
+from slab_pool.tickets import Completion, Ticket
+
+DEFAULT_MAX_IN_FLIGHT_BYTES = 4 << 30
+
+
+class CallingThread:
+    """The compute stream of a CPU: whatever the calling thread did before a call is finished by then."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "CALLING_THREAD"
+
+
+CALLING_THREAD: Final = CallingThread()
+
+
+class CopyStream(ABC):
+    """Batches of copies between Host slabs and a device, in order, off the owner's thread or time line.
+
+    One owner submits, polls and closes, from one thread. Batches run first in, first out; so do the parts of a
+    batch. No priorities, no cancelling, no knowledge of what the bytes are; a batch that was submitted always
+    runs, so whoever loses interest in it waits until it is done.
+
+    Errors never appear on another thread's stack: a failed batch keeps its error in its ticket, and `poll`
+    raises it to the owner, once. Batches behind it run all the same.
+
+    At most `max_in_flight_bytes` are under way: `submit` waits for the oldest batches to land until the new one
+    fits. A batch larger than the bound runs alone.
+    """
+
+    def __init__(self, *, max_in_flight_bytes: int = DEFAULT_MAX_IN_FLIGHT_BYTES) -> None:
+        if max_in_flight_bytes < 1:
+            raise ValueError(f"CopyStream: max_in_flight_bytes must be at least 1, got {max_in_flight_bytes!r}")
+        self.max_in_flight_bytes = max_in_flight_bytes
+        self._serials = itertools.count()
+        self._in_flight: deque[Ticket] = deque()  # submitted and not known to be done, oldest first
+        self._unpolled: deque[Ticket] = deque()  # done and not yet returned by poll, oldest first
+        self._in_flight_bytes = 0
+        self._high_water_bytes = 0
+        self._totals = {direction: DirectionStatistics() for direction in Direction}
+        self._closed = False
+
+    # -- what each kind of stream supplies -------------------------------------------------------------------
+
+    @abstractmethod
+    def _start(self, batch: CopyBatch, after: tuple[Any, ...]) -> Completion:
+        """Enqueue the batch behind everything started before and behind `after`. Must not raise for what the
+        copies do: that belongs into the completion."""
+
+    @abstractmethod
+    def _check_after(self, after: Any) -> None:
+        """TypeError for a prerequisite this kind of stream cannot wait for."""
+
+    @abstractmethod
+    def compute_stream(self) -> Any:
+        """A handle of the caller's present compute stream, for `after` and `wait_on`."""
+
+    # -- the owner's side ------------------------------------------------------------------------------------
+
+    def submit(self, batch: CopyBatch, *, after: Any) -> Ticket:
+        """Start `batch` once `after` is complete; returns at once unless it must wait for room.
+
+        `after` is a handle from `compute_stream()`, a ticket (also another stream's), an event of the device,
+        or a tuple of these. There is no default: a copy that does not say what it waits for reads memory that
+        is still being written.
+        """
+        prerequisites = tuple(after) if isinstance(after, (tuple, list)) else (after,)
+        if not prerequisites:
+            raise ValueError("submit: after must name at least one prerequisite, got none")
+        for prerequisite in prerequisites:
+            self._check_after(prerequisite)
+        self._check_open("submit")
+        self._make_room(batch.num_bytes)
+        ticket = Ticket(next(self._serials), batch, self._start(batch, prerequisites))
+        self._in_flight.append(ticket)
+        self._in_flight_bytes += batch.num_bytes
+        self._high_water_bytes = max(self._high_water_bytes, self._in_flight_bytes)
+        return ticket
+
+    def fits(self, num_bytes: int) -> bool:
+        """Would `submit` of so many bytes start without waiting?"""
+        self._retire()
+        return not self._in_flight or self._in_flight_bytes + num_bytes <= self.max_in_flight_bytes
+
+    def _make_room(self, num_bytes: int) -> None:
+        while not self.fits(num_bytes):
+            self._in_flight[0].completion.wait_finished()
+
+    def _retire(self) -> None:
+        """Move what is done from the front of the line to what poll returns."""
+        while self._in_flight and self._in_flight[0].done():
+            ticket = self._in_flight.popleft()
+            self._in_flight_bytes -= ticket.batch_bytes
+            self._unpolled.append(ticket)
+            self._count(ticket)
+
+    def _count(self, ticket: Ticket) -> None:
+        old = self._totals[ticket.direction]
+        failed = ticket.completion.error is not None
+        seconds = 0.0 if failed else ticket.result().seconds
+        self._totals[ticket.direction] = DirectionStatistics(
+            num_batches=old.num_batches + (not failed),
+            num_copies=old.num_copies + (0 if failed else ticket.batch_copies),
+            num_bytes=old.num_bytes + (0 if failed else ticket.batch_bytes),
+            seconds_in_flight=old.seconds_in_flight + seconds,
+            num_failed_batches=old.num_failed_batches + failed,
+        )
+
+    def poll(self) -> tuple[Ticket, ...]:
+        """The tickets that landed since the last poll, in order. Never waits.
+
+        A failed batch is raised as CopyFailed: by the first poll that reaches it with nothing landed before it
+        left to return. So no landing is lost to an exception, and each failure is raised once.
+        """
+        self._retire()
+        landed: list[Ticket] = []
+        while self._unpolled:
+            failure = self._unpolled[0].error
+            if failure is not None:
+                if landed:
+                    break
+                self._unpolled.popleft()
+                raise failure
+            landed.append(self._unpolled.popleft())
+        return tuple(landed)
+
+    def drain(self) -> None:
+        """Wait until everything submitted is done. What failed is still raised by poll, not here."""
+        while self._in_flight:
+            self._in_flight[0].completion.wait_finished()
+            self._retire()
+
+    def statistics(self) -> CopyStatistics:
+        self._retire()
+        return CopyStatistics(
+            host_to_device=self._totals[Direction.HOST_TO_DEVICE],
+            device_to_host=self._totals[Direction.DEVICE_TO_HOST],
+            in_flight_batches=len(self._in_flight),
+            in_flight_bytes=self._in_flight_bytes,
+            high_water_bytes=self._high_water_bytes,
+        )
+
+    def close(self) -> None:
+        """Drain, then refuse further batches. Twice does nothing; polling what is left stays possible."""
+        self.drain()
+        self._closed = True
+
+    def _check_open(self, op: str) -> None:
+        if self._closed:
+            raise PoolClosed(f"{op}: the copy stream is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

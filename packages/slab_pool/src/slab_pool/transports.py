@@ -1,0 +1,224 @@
+"""How the CUDA stream enqueues one strided copy, and how it finds out which way is asynchronous here.
+
+Contiguous copies between page-locked Host memory and the device are asynchronous in every torch. Strided ones
+are not, unless torch turns them into one 2-D copy of the copy engine: otherwise `copy_` packs the rows into a
+pageable temporary on the Host and waits. So every way is tried once at start, on a stream that is kept busy,
+and the first that returned early, left no temporary and moved the right bytes is taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import profile
+
+from slab_pool.batches import Copy, Direction
+from slab_pool.memory import MIB, PAGE_BYTES, CudaRegistrar, HostChunk, Registrar
+
+RecordCopy = Callable[[Tensor, Tensor], None]
+"""Enqueue, on the current CUDA stream, a copy of the second uint8 `[rows, width]` view into the first."""
+
+EnqueueCopy = Callable[[Copy, Direction], None]
+
+_MEMCPY_HOST_TO_DEVICE = 1
+_MEMCPY_DEVICE_TO_HOST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """A way to enqueue copies with `rows > 1` on the current stream."""
+
+    name: str
+    enqueue: EnqueueCopy
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What the self-check saw of one transport; `reason` is None where it was taken."""
+
+    name: str
+    reason: str | None
+
+
+def views(copy: Copy, direction: Direction) -> tuple[Tensor, Tensor]:
+    """Destination and source of a copy."""
+    if direction is Direction.HOST_TO_DEVICE:
+        return copy.device_view(), copy.host_view()
+    return copy.host_view(), copy.device_view()
+
+
+def enqueue_with_torch(copy: Copy, direction: Direction) -> None:
+    """torch's own `copy_(non_blocking=True)` on the two views."""
+    destination, source = views(copy, direction)
+    destination.copy_(source, non_blocking=True)
+
+
+def enqueue_row_by_row(copy: Copy, direction: Direction) -> None:
+    """One contiguous asynchronous copy a row: always possible, dear for short rows."""
+    destination, source = views(copy, direction)
+    if copy.rows == 1:
+        destination.copy_(source, non_blocking=True)
+        return
+    for row in range(copy.rows):
+        destination[row].copy_(source[row], non_blocking=True)
+
+
+def record_copy_transport(record_copy: RecordCopy) -> Transport:
+    """The copy that the caller brings along, e.g. a kernel which reads page-locked memory."""
+
+    def enqueue(copy: Copy, direction: Direction) -> None:
+        record_copy(*views(copy, direction))
+
+    return Transport("record_copy", enqueue)
+
+
+def runtime_transport(memcpy_2d_async: Any, current_stream: Callable[[], int]) -> Transport:
+    """The CUDA runtime's 2-D copy, called directly.
+
+    `memcpy_2d_async` has the C signature of `cudaMemcpy2DAsync`: destination, its pitch, source, its pitch,
+    width, height, kind, stream. `current_stream` gives the raw handle of torch's current stream.
+    """
+
+    def enqueue(copy: Copy, direction: Direction) -> None:
+        device = copy.device.data_ptr() + copy.device_offset
+        host = copy.host.data_ptr() + copy.host_offset
+        if direction is Direction.HOST_TO_DEVICE:
+            sides = (device, copy.device_pitch, host, copy.host_pitch)
+            kind = _MEMCPY_HOST_TO_DEVICE
+        else:
+            sides = (host, copy.host_pitch, device, copy.device_pitch)
+            kind = _MEMCPY_DEVICE_TO_HOST
+        code = memcpy_2d_async(*sides, copy.width, copy.rows, kind, current_stream())
+        if code != 0:
+            raise RuntimeError(
+                f"cudaMemcpy2DAsync of {copy.rows} rows of {copy.width} bytes, pitches {copy.device_pitch} and"
+                f" {copy.host_pitch}, returned CUDA error {code}"
+            )
+
+    return Transport("cudaMemcpy2DAsync", enqueue)
+
+
+def find_memcpy_2d_async(library: Any = None) -> Any | None:
+    """`cudaMemcpy2DAsync` of the runtime library that torch has loaded into this process, or None.
+
+    torch loads its dependencies with global symbols, so the process itself is asked; no library is searched
+    for, since a second runtime would not do.
+    """
+    if library is None:
+        try:
+            library = ctypes.CDLL(None)
+        except TypeError:  # Windows has no such handle
+            return None
+    try:
+        function = library.cudaMemcpy2DAsync
+    except AttributeError:
+        return None
+    function.restype = ctypes.c_int
+    function.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
+    return function
+
+
+def temporaries_made(work: Callable[[], None]) -> tuple[str, ...]:
+    """Names of the tensor-making operators that torch ran inside `work`, in the calling thread."""
+    with profile(use_device=None) as recorded:
+        work()
+    makers = ("aten::empty", "aten::clone", "aten::contiguous", "aten::_to_copy", "aten::zeros")
+    return tuple(event.name for event in recorded.function_events if event.name.startswith(makers))
+
+
+def choose_transport(
+    candidates: Sequence[Transport],
+    *,
+    device: torch.device,
+    stream: Any,
+    cuda: Any = torch.cuda,
+    registrar: Registrar | None = None,
+) -> tuple[Transport, tuple[Trial, ...]]:
+    """The first candidate that copies strided rows asynchronously in both directions, and what was seen.
+
+    Row by row is the last resort and is not tried: it consists of contiguous copies only.
+    """
+    fallback = Transport("row_by_row", enqueue_row_by_row)
+    trials = []
+    bench = _TrialBench(device=device, stream=stream, cuda=cuda, registrar=registrar)
+    try:
+        for candidate in candidates:
+            try:
+                reason = bench.objection(candidate)
+            except Exception as error:  # whatever it was, this way is not to be had
+                reason = f"raised {error!r}"
+            trials.append(Trial(candidate.name, reason))
+            if reason is None:
+                return candidate, tuple(trials)
+    finally:
+        bench.close()
+    trials.append(Trial(fallback.name, None))
+    return fallback, tuple(trials)
+
+
+class _TrialBench:
+    """Page-locked memory, an arena and a busy stream to try transports on."""
+
+    _ROWS = 16
+    _WIDTH = MIB // 4
+    _HOST_PITCH = _WIDTH + PAGE_BYTES
+    _DEVICE_PITCH = _WIDTH + 2 * PAGE_BYTES
+    _BUSY_CYCLES = 200_000_000  # about a tenth of a second: far longer than any honest enqueue takes
+
+    def __init__(self, *, device: torch.device, stream: Any, cuda: Any, registrar: Registrar | None) -> None:
+        self._cuda = cuda
+        self._stream = stream
+        self._chunk = HostChunk(self._ROWS * self._HOST_PITCH)
+        self._chunk.register(CudaRegistrar(cuda.cudart()) if registrar is None else registrar)
+        self._arena = torch.empty(self._ROWS * self._DEVICE_PITCH, dtype=torch.uint8, device=device)
+        self._pattern = (torch.arange(self._WIDTH * self._ROWS, dtype=torch.int64) * 167 % 251).to(torch.uint8)
+        self._pattern = self._pattern.view(self._ROWS, self._WIDTH)
+        self._copy = Copy(
+            self._arena, 0, self._DEVICE_PITCH, self._chunk.tensor, 0, self._HOST_PITCH, self._WIDTH, self._ROWS
+        )
+
+    def objection(self, transport: Transport) -> str | None:
+        for direction in Direction:
+            destination, source = views(self._copy, direction)
+            source.copy_(self._pattern)
+            destination.zero_()
+            self._cuda.synchronize()
+            asleep = self._cuda.Event()
+
+            def enqueue(direction: Direction = direction) -> None:
+                transport.enqueue(self._copy, direction)
+
+            with self._cuda.stream(self._stream):
+                # The recorded call comes first: it may load modules, and starting the recorder takes long.
+                temporaries = temporaries_made(enqueue)
+                self._stream.synchronize()
+                self._cuda._sleep(self._BUSY_CYCLES)
+                asleep.record(self._stream)
+                enqueue()
+                early = not asleep.query()
+            self._stream.synchronize()
+            if temporaries:
+                return f"{direction.value}: made temporaries {sorted(set(temporaries))}"
+            if not early:
+                return f"{direction.value}: the call waited for the stream"
+            if not torch.equal(destination.cpu(), self._pattern):
+                return f"{direction.value}: wrong bytes"
+        return None
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self._chunk.unregister()
