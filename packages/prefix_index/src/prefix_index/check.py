@@ -1,0 +1,254 @@
+"""Re-derives everything the index keeps incrementally, from tokens and handles alone, and compares."""
+
+from __future__ import annotations
+
+from prefix_index.core import Core
+from prefix_index.device import UNBACKED
+from prefix_index.errors import InvariantViolation
+from prefix_index.nodes import (
+    DEVICE_IMAGE,
+    DEVICE_TAIL,
+    FILLING_HOST,
+    HAS_TAIL,
+    HOST,
+    Edge,
+    Root,
+    Snapshot,
+)
+from prefix_index.tree import last_hash
+
+
+def edges_of(root: Root) -> list[Edge]:
+    """All edges below `root`, parents first, no recursion."""
+    edges: list[Edge] = [root]
+    for edge in edges:
+        child = edge.first
+        while child is not None:
+            edges.append(child)
+            child = child.next
+    return edges[1:]
+
+
+def require(holds: bool, what: str, *values: object) -> None:
+    if not holds:
+        raise InvariantViolation(f"check_invariants: {what}, got {', '.join(map(repr, values))}")
+
+
+def check(core: Core) -> None:
+    """Raise InvariantViolation at the first contradiction. O(tree)."""
+    facts = _Facts(core)
+    for namespace, root in core.tree.roots.items():
+        require(root.namespace == namespace, "a root must sit under its namespace", root.namespace, namespace)
+        require(bool(root.first or root.snaps or root.pins), "an empty root must be forgotten", namespace)
+        edges = edges_of(root)
+        for edge in edges:
+            facts.structure(edge)
+        for edge in (*reversed(edges), root):
+            facts.counters(edge)
+        for edge in (root, *edges):
+            facts.snapshots(edge)
+    facts.totals()
+    facts.orders()
+
+
+class _Facts:
+    """What the walk over the tree has established."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.blocks = self.edges = self.device_blocks = self.host_blocks = 0
+        self.tails = self.num_snapshots = self.pinned_blocks = self.pinned_tails = 0
+        self.pages: list[set[int]] = [set() for _ in range(core.geometry.num_pools)]
+        self.slots: set[int] = set()
+        self.slabs: set[int] = set()
+        self.leaves: list[tuple[int, int]] = []
+        self.owners: list[tuple[tuple[float, ...], int]] = []
+
+    def structure(self, edge: Edge) -> None:
+        scheme = self.core.tree.scheme
+        pools = self.core.geometry.num_pools
+        parent = edge.parent
+        assert parent is not None
+        size = edge.end - edge.start
+        require(edge.start == parent.end and size > 0, "an edge must start where its parent ends", edge.start, edge.end)
+        require(len(edge.tokens) == size * scheme.block_bytes, "tokens must fill the edge", len(edge.tokens), size)
+        if edge.extras is not None:
+            require(len(edge.extras) == size and any(edge.extras), "extras must be one per block or None", edge.extras)
+        above = last_hash(self.core.tree, parent)
+        key = scheme.hasher(above, edge.tokens[: scheme.block_bytes], edge.extras[0] if edge.extras else 0)
+        require(key == edge.key, "an edge's key must be the hash of its first block", edge.key, key)
+        require(max(edge.dev, edge.host) == size, "every block must have a copy", edge.dev, edge.host, size)
+        require(len(edge.pages) == edge.dev * pools, "pages must match the device length", len(edge.pages), edge.dev)
+        slabs = () if edge.slabs is None else edge.slabs
+        require(len(slabs) == edge.host, "slabs must match the Host length", len(slabs), edge.host)
+        full = parent.end - parent.start
+        require(not edge.dev or parent.dev == full, "a device block must have its path on the device", edge.start)
+        require(not edge.host or parent.host == full, "a Host block must have its path on the Host", edge.start)
+        for i, page in enumerate(edge.pages):
+            self.claim(self.pages[i % pools], page, "page")
+        for slab in slabs:
+            self.claim(self.slabs, slab, "slab")
+        self.edges += 1
+        self.blocks += size
+        self.device_blocks += edge.dev
+        self.host_blocks += edge.host
+
+    def claim(self, owned: set[int], handle: int, what: str) -> None:
+        require(handle not in owned, f"a {what} must have one owner", handle)
+        owned.add(handle)
+
+    def counters(self, edge: Edge) -> None:
+        children = []
+        child = edge.first
+        previous = None
+        while child is not None:
+            require(child.parent is edge and child.prev is previous, "sibling links must agree", child.start)
+            children.append(child)
+            previous, child = child, child.next
+        require(edge.last is previous, "the last child must be linked", edge.end)
+        carrying = [bool(child.units) for child in children]
+        require(
+            carrying == sorted(carrying, reverse=True), "children with retained snapshots must come first", carrying
+        )
+        firsts = {(c.tokens[: self.core.tree.scheme.block_bytes], c.extras[0] if c.extras else 0) for c in children}
+        require(len(firsts) == len(children), "siblings must differ in their first block", edge.end)
+        if len(children) > 1:
+            twins = []
+            for head in (edge.branch or {}).values():
+                at: Edge | None = head
+                while at is not None:
+                    require(at.key == head.key, "twins must share a key", at.key, head.key)
+                    twins.append(id(at))
+                    at = at.twin
+            require(sorted(twins) == sorted(map(id, children)), "the branch must list every child", len(twins))
+        else:
+            require(
+                edge.branch is None and all(c.twin is None for c in children), "one child needs no branch", edge.end
+            )
+        snaps = edge.snaps
+        tails = sum(snapshot.tail_pages is not None for snapshot in snaps)
+        retained = sum(not snapshot.superseded for snapshot in snaps)
+        holds = edge.holds or []
+        for name, value, expected in (
+            ("below", edge.below, tails + sum(child.dev > 0 for child in children)),
+            ("hbelow", edge.hbelow, sum(child.host > 0 for child in children)),
+            ("live", edge.live, len(snaps) + sum(child.live > 0 for child in children)),
+            ("units", edge.units, retained + sum(child.units > 0 for child in children)),
+            ("pins", edge.pins, len(holds) + sum(child.pins > 0 for child in children)),
+        ):
+            require(value == expected, f"{name} must count its units", value, expected)
+        require(edge.holds is None or bool(holds), "an empty list of holds must be None", holds)
+        for hold in holds:
+            inside = edge.start < hold.depth <= edge.end or (edge.parent is None and hold.depth == 0)
+            require(hold.edge is edge and inside, "a hold must end inside its edge", hold.depth)
+        through = any(child.pins for child in children)
+        pinned = edge.end if through else max((hold.depth for hold in holds), default=edge.start)
+        pinned_here = min(pinned - edge.start, edge.dev)
+        self.pinned_blocks += pinned_here
+        if edge.dev > pinned_here and not edge.below:
+            self.leaves.append((edge.tick + (0 if edge.host >= edge.dev else UNBACKED), id(edge)))
+
+    def snapshots(self, edge: Edge) -> None:
+        core = self.core
+        lengths = [len(snapshot.tail) for snapshot in edge.snaps]
+        require(lengths == sorted(lengths), "snapshots of an edge must be ordered by tail", lengths)
+        names = {(snapshot.tail, snapshot.extra) for snapshot in edge.snaps}
+        require(len(names) == len(edge.snaps), "one snapshot per anchor, tail and extra", len(names))
+        for snapshot in edge.snaps:
+            self.num_snapshots += 1
+            size = core.geometry.block_tokens
+            tokens = len(snapshot.tail) // 4
+            require(snapshot.edge is edge, "a snapshot must know its edge", snapshot.serial)
+            require(snapshot.frontier == edge.end * size + tokens, "frontier = anchor + tail", snapshot.frontier)
+            require(core.geometry.depth(snapshot.frontier) == edge.end, "the tail must fit the pools' lag", tokens)
+            where = snapshot.where
+            hosted = bool(where & HOST)
+            require(bool(where & HAS_TAIL) == bool(tokens), "a tail must be marked", where)
+            require(bool(where & DEVICE_IMAGE) == (snapshot.slot is not None), "a slot must be marked", where)
+            require(bool(where & DEVICE_TAIL) == (snapshot.tail_pages is not None), "a tail page must be marked", where)
+            require(snapshot.slot is not None or hosted, "a snapshot must have an image", snapshot.serial)
+            require(not tokens or snapshot.tail_pages is not None or hosted, "a tail must have a copy", snapshot.serial)
+            require((snapshot.slabs is not None) == bool(where & (HOST | FILLING_HOST)), "slabs must be marked", where)
+            require(snapshot.pins >= 0, "pins must not be negative", snapshot.pins)
+            if snapshot.slot is not None:
+                self.claim(self.slots, snapshot.slot, "slot")
+                if not snapshot.pins:
+                    self.owners.append((_slot_key(core, snapshot), id(snapshot)))
+            if snapshot.slabs is not None:
+                for slab in snapshot.slabs:
+                    self.claim(self.slabs, slab, "slab")
+            if snapshot.tail_pages is not None:
+                if edge.parent is not None:
+                    require(
+                        edge.dev == edge.end - edge.start, "a device tail must have its path there", snapshot.serial
+                    )
+                self.tails += 1
+                for pool, page in enumerate(snapshot.tail_pages):
+                    self.claim(self.pages[pool], page, "page")
+                if snapshot.pins:
+                    self.pinned_tails += 1
+                else:
+                    self.leaves.append((snapshot.tick + (0 if hosted else UNBACKED), id(snapshot)))
+            self.lineage(snapshot)
+
+    def lineage(self, snapshot: Snapshot) -> None:
+        if snapshot.superseded:
+            require(
+                snapshot.anc is None and snapshot.deps is None, "a superseded snapshot values nobody", snapshot.serial
+            )
+            return
+        above = nearest_retained(snapshot)
+        expected = above.frontier if above is not None else 0
+        anc = snapshot.anc
+        require(
+            anc is above or (above is None and isinstance(anc, Root)), "the nearest retained snapshot above", expected
+        )
+        assert anc is not None
+        require(anc.deps is not None and snapshot in anc.deps, "dependents must be recorded", snapshot.serial)
+        if snapshot not in self.core.worth.pending:
+            value = self.core.worth.derive(snapshot)
+            require(snapshot.value == value, "a value must be up to date", snapshot.value, value)
+
+    def totals(self) -> None:
+        core = self.core
+        for name, value, expected in (
+            ("num_blocks", core.tree.num_blocks, self.blocks),
+            ("num_edges", core.tree.num_edges, self.edges),
+            ("num_snapshots", core.num_snapshots, self.num_snapshots),
+            ("device_blocks", core.device_blocks, self.device_blocks),
+            ("device_tails", core.device_tails, self.tails),
+            ("host_blocks", core.host_blocks, self.host_blocks),
+            ("pinned_blocks", core.pinned_blocks, self.pinned_blocks),
+            ("pinned_tails", core.pinned_tails, self.pinned_tails),
+        ):
+            require(value == expected, f"{name} must be exact", value, expected)
+
+    def orders(self) -> None:
+        expected = [identity for _, identity in sorted(self.leaves)]
+        require([id(item) for item in self.core.device.in_order()] == expected, "the device order", len(expected))
+        expected = [identity for _, identity in sorted(self.owners)]
+        require([id(item) for item in self.core.slots.in_order()] == expected, "the slot order", len(expected))
+
+
+def _slot_key(core: Core, snapshot: Snapshot) -> tuple[float, ...]:
+    if snapshot.superseded:
+        return 0, snapshot.superseded
+    if snapshot.where & HOST:
+        return 2, snapshot.hit_tick
+    return 1, snapshot.value, snapshot.hit_tick
+
+
+def nearest_retained(snapshot: Snapshot) -> Snapshot | None:
+    """The deepest retained snapshot whose prefix is a proper prefix of this one's, by comparing tokens."""
+    assert snapshot.edge is not None
+    own = snapshot.tail
+    best: Snapshot | None = None
+    at: Edge | None = snapshot.edge
+    while at is not None:
+        for other in at.snaps:
+            deeper = best is None or other.frontier > best.frontier
+            if not other.superseded and other.frontier < snapshot.frontier and own.startswith(other.tail) and deeper:
+                best = other
+        own = at.tokens + own
+        at = at.parent
+    return best

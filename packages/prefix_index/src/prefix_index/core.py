@@ -1,0 +1,217 @@
+"""The state every part of the index shares, and the pins, which all of them respect."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prefix_index.cost import CostModel
+from prefix_index.nodes import Edge, Hold, Snapshot, pinned_device_blocks
+from prefix_index.order import kill
+from prefix_index.values import Freed, Pages
+
+if TYPE_CHECKING:
+    from prefix_index.device import DeviceOrder
+    from prefix_index.slots import SlotOrder
+    from prefix_index.tree import Tree
+    from prefix_index.worth import Worth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Sizes the policy weighs; the index itself moves no byte."""
+
+    block_tokens: int
+    num_pools: int
+    lag: int  # the largest of the pools
+    block_bytes: int
+    image_bytes: int
+    image_slabs: int
+
+    def depth(self, frontier: int) -> int:
+        """Whole blocks below a snapshot at `frontier` that every pool has committed; the rest is its tail."""
+        return max(0, frontier - self.lag) // self.block_tokens
+
+
+class Given:
+    """Collects what an operation gives up."""
+
+    __slots__ = ("pages", "slabs", "slots")
+
+    def __init__(self) -> None:
+        self.pages: list[Pages] = []
+        self.slots: list[int] = []
+        self.slabs: list[int] = []
+
+    def freeze(self) -> Freed:
+        return Freed(tuple(self.pages), tuple(self.slots), tuple(self.slabs))
+
+
+class Core:
+    """Shared state. No clock but its own count, no randomness: equal calls give equal indexes."""
+
+    __slots__ = (
+        "clock",
+        "cost",
+        "device",
+        "device_blocks",
+        "device_tails",
+        "epoch",
+        "geometry",
+        "host_blocks",
+        "inflation",
+        "num_snapshots",
+        "pinned_blocks",
+        "pinned_tails",
+        "serial",
+        "slots",
+        "tree",
+        "worth",
+    )
+
+    tree: Tree
+    device: DeviceOrder
+    slots: SlotOrder
+    worth: Worth
+
+    def __init__(self, geometry: Geometry, cost: CostModel) -> None:
+        self.geometry = geometry
+        self.cost = cost
+        self.clock = 0  # stamps recency; every stamping operation takes one tick
+        self.epoch = 0  # moves when something a match can name is lost or renumbered
+        self.serial = 0
+        self.inflation = 0.0  # L of GreedyDual-Size-Frequency
+        self.device_blocks = self.device_tails = self.host_blocks = self.num_snapshots = 0
+        self.pinned_blocks = self.pinned_tails = 0  # device copies only
+
+    def tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+    # Pins are path-wide: a hold pins every block from the root to its depth. `Edge.pins` counts units, so pinning stops
+    # at the first ancestor that somebody pinned already.
+
+    def pin(self, hold: Hold) -> None:
+        """Register `hold` at its edge and pin the path above it."""
+        edge = hold.edge
+        assert edge is not None
+        before = pinned_device_blocks(edge)
+        if edge.holds is None:
+            edge.holds = [hold]
+        else:
+            edge.holds.append(hold)
+        pins = edge.pins
+        edge.pins = pins + 1
+        newly = pinned_device_blocks(edge) - before
+        if not pins:
+            above = edge.parent
+            while above is not None:
+                pins = above.pins
+                above.pins = pins + 1
+                if pins:
+                    if above.holds is not None and len(above.holds) == pins:
+                        newly += above.dev - min(max(h.depth for h in above.holds) - above.start, above.dev)
+                    break
+                newly += above.dev
+                above = above.parent
+        self.pinned_blocks += newly
+
+    def unpin(self, hold: Hold) -> None:
+        """Take `hold` off its edge. Whatever becomes evictable is offered to the orders."""
+        edge = hold.edge
+        assert edge is not None
+        assert edge.holds is not None
+        before = pinned_device_blocks(edge)
+        if len(edge.holds) == 1:
+            edge.holds = None
+        else:
+            edge.holds.remove(hold)
+        edge.pins -= 1
+        freed = before - pinned_device_blocks(edge)
+        if not edge.pins:
+            above = edge.parent
+            while above is not None:
+                pins = above.pins = above.pins - 1
+                if pins:
+                    if above.holds is not None and len(above.holds) == pins:
+                        freed += above.dev - min(max(h.depth for h in above.holds) - above.start, above.dev)
+                    break
+                freed += above.dev
+                above = above.parent
+        self.pinned_blocks -= freed
+        hold.edge = None
+        self.offer_path(edge)
+
+    def move(self, hold: Hold, edge: Edge, depth: int) -> Hold:
+        """Carry a hold deeper along its path: to `depth` inside `edge`, which is its own edge or lies below it."""
+        if edge is hold.edge:
+            before = pinned_device_blocks(edge)
+            hold.depth = depth
+            self.pinned_blocks += pinned_device_blocks(edge) - before
+            return hold
+        moved = Hold(edge, depth)
+        self.pin(moved)
+        left = hold.edge
+        assert left is not None
+        assert left.holds is not None
+        left.pins -= 1  # the child on the way to `edge` holds it now
+        if len(left.holds) == 1:
+            left.holds = None
+        else:
+            left.holds.remove(hold)
+        hold.edge = None
+        return moved
+
+    def hold_on_device(self, edge: Edge, pages: array[int]) -> None:
+        """Give `pages` to the next blocks of `edge` without a device copy. The path above must be held."""
+        before = pinned_device_blocks(edge)
+        if not edge.dev:
+            assert edge.parent is not None
+            edge.parent.below += 1
+        num_blocks = len(pages) // self.geometry.num_pools
+        edge.pages += pages
+        edge.dev += num_blocks
+        self.device_blocks += num_blocks
+        self.pinned_blocks += pinned_device_blocks(edge) - before
+
+    def offer_path(self, edge: Edge) -> None:
+        """Queue the deepest edge on the path to `edge` that has a device copy, if it may be evicted."""
+        at: Edge | None = edge
+        while at is not None and not at.dev:
+            at = at.parent
+        if at is not None:
+            self.device.offer(at)
+
+    def pin_snapshot(self, snapshot: Snapshot) -> None:
+        if not snapshot.pins and snapshot.tail_pages is not None:
+            self.pinned_tails += 1
+        snapshot.pins += 1
+
+    def unpin_snapshot(self, snapshot: Snapshot) -> None:
+        snapshot.pins -= 1
+        if not snapshot.pins:
+            if snapshot.tail_pages is not None:
+                self.pinned_tails -= 1
+                self.device.offer_tail(snapshot)
+            self.slots.offer(snapshot)
+
+    def stamp(self, edge: Edge, tick: int) -> None:
+        """Make the path to the end of `edge` the most recently released. O(edges)."""
+        at: Edge | None = edge
+        while at is not None:
+            at.tick = tick
+            at = at.parent
+
+    def forget(self, edge: Edge) -> None:
+        """Let no queue refer to a removed edge."""
+        kill(edge.queued)
+        kill(edge.dead_queued)
+
+    def split(self, edge: Edge, at: int, key: int | None = None) -> Edge:
+        """Cut an edge and keep the orders complete; returns the upper half."""
+        upper = self.tree.split(edge, at, key)
+        self.epoch += 1
+        self.device.offer(edge)
+        self.device.offer(upper)
+        return upper

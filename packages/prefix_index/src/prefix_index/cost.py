@@ -1,0 +1,46 @@
+"""The cost model: what a prefill and a restore take. Pure arithmetic; it ranks, it never decides what is possible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefix_index.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Seconds of prefill and of Host-to-device transfer.
+
+    prefill(base, n) = ceil(n / chunk_tokens) * chunk_seconds + n * token_seconds + pairs * pair_seconds,
+    pairs = base * n + n * (n + 1) / 2; restore(0) = 0, restore(bytes) = batch_seconds + bytes / bytes_per_second.
+    The defaults suit a fast accelerator on an x16 link and only matter as ratios.
+    """
+
+    chunk_seconds: float = 0.0
+    chunk_tokens: int = 2048
+    token_seconds: float = 1 / 4000
+    pair_seconds: float = 0.0
+    bytes_per_second: float = 50e9
+    batch_seconds: float = 20e-6
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_seconds", "token_seconds", "pair_seconds", "batch_seconds"):
+            value = getattr(self, name)
+            if not value >= 0:
+                raise InvalidArgument(f"CostModel: {name} must not be negative, got {value!r}")
+        if self.chunk_tokens < 1:
+            raise InvalidArgument(f"CostModel: chunk_tokens must be positive, got {self.chunk_tokens!r}")
+        if not self.bytes_per_second > 0:
+            raise InvalidArgument(f"CostModel: bytes_per_second must be positive, got {self.bytes_per_second!r}")
+
+    def prefill_seconds(self, base: int, num_tokens: int) -> float:
+        """Seconds to prefill `num_tokens` after `base` tokens of history."""
+        if num_tokens <= 0:
+            return 0.0
+        chunks = -(-num_tokens // self.chunk_tokens)
+        pairs = base * num_tokens + num_tokens * (num_tokens + 1) // 2
+        return chunks * self.chunk_seconds + num_tokens * self.token_seconds + pairs * self.pair_seconds
+
+    def restore_seconds(self, num_bytes: int) -> float:
+        """Seconds to bring `num_bytes` from the Host in one batch; none for nothing."""
+        return self.batch_seconds + num_bytes / self.bytes_per_second if num_bytes else 0.0

@@ -1,0 +1,136 @@
+"""Device eviction: which blocks and tails give up their pages, in which order.
+
+Only a leaf goes: a block with no device-held block or tail below it. Among leaves the backed ones (with a Host copy) go
+before the unbacked, then the least recently released. So the last copy of anything is lost at a leaf of the tree::
+
+    pages of an edge   |0 1 2 3 4|5 6 7|        evicted right to left; 5 6 7 unbacked, 0..4 backed
+    slabs of the edge  |0 1 2 3 4|              losing 7 removes block 7; losing 4 keeps it, on the Host
+"""
+
+from __future__ import annotations
+
+from prefix_index.core import Core, Given
+from prefix_index.nodes import DEVICE_TAIL, HOST, Edge, Snapshot, pinned_end
+from prefix_index.order import LazyHeap
+from prefix_index.values import Pages
+
+UNBACKED = 1 << 62  # added to a tick: unbacked leaves come after every backed one
+
+
+class DeviceOrder:
+    """One queue of edges, and of snapshots standing for their tails: backed before unbacked, then by tick."""
+
+    __slots__ = ("_core", "_heap")
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._heap: LazyHeap[Edge | Snapshot] = LazyHeap(_key)
+
+    def offer(self, edge: Edge) -> None:
+        """Queue `edge` if its deepest device block may go now."""
+        key = _key(edge)
+        if key is not None:
+            edge.queued = self._heap.renew(edge.queued, key, edge)
+
+    def offer_tail(self, snapshot: Snapshot) -> None:
+        """Queue the device copy of a snapshot's tail if it may go now."""
+        key = _key(snapshot)
+        if key is not None:
+            snapshot.tail_queued = self._heap.renew(snapshot.tail_queued, key, snapshot)
+
+    def evict(self, num_blocks: int, given: Given) -> int:
+        """Give up to `num_blocks` device copies. Returns how many; fewer when everything else is pinned."""
+        missing = num_blocks
+        while missing > 0:
+            item = self._heap.peek()
+            if item is None:
+                break
+            if isinstance(item, Edge):
+                if item.host >= item.dev:
+                    missing -= self._evict_backed(item, missing, given)
+                else:
+                    missing -= self._evict_unbacked(item, missing, given)
+            else:
+                if item.where & HOST:
+                    self.release_tail(item, given)
+                else:
+                    self._core.worth.drop(item, given)
+                missing -= 1
+        return num_blocks - missing
+
+    def _take_pages(self, edge: Edge, count: int, given: Given) -> None:
+        """Move the last `count` blocks' pages of `edge` into `given`, deepest first, and lower the counts."""
+        core = self._core
+        pools = core.geometry.num_pools
+        pages = edge.pages[-count * pools :]
+        del edge.pages[-count * pools :]
+        if pools == 1:
+            pages.reverse()
+            given.pages.extend(pages)
+        else:
+            for i in range(len(pages) - pools, -1, -pools):
+                given.pages.append(tuple(pages[i : i + pools]))
+        edge.dev -= count
+        core.device_blocks -= count
+        core.epoch += 1
+        if not edge.dev:
+            self.lost_unit(edge.parent)
+
+    def lost_unit(self, edge: Edge | None) -> None:
+        """One thing less holds the end of `edge` on the device."""
+        assert edge is not None
+        edge.below -= 1
+        if not edge.below:
+            self.offer(edge)
+
+    def _free_length(self, edge: Edge) -> int:
+        return edge.dev - (pinned_end(edge) - edge.start) if edge.pins else edge.dev
+
+    def _evict_backed(self, edge: Edge, missing: int, given: Given) -> int:
+        count = min(missing, self._free_length(edge))
+        self._take_pages(edge, count, given)
+        self.offer(edge)
+        return count
+
+    def _evict_unbacked(self, edge: Edge, missing: int, given: Given) -> int:
+        core = self._core
+        count = min(missing, self._free_length(edge), edge.dev - edge.host)
+        for snapshot in edge.snaps:  # anchored on the block that goes first
+            core.worth.drop(snapshot, given)
+        size = edge.dev - count
+        self._take_pages(edge, count, given)
+        core.tree.truncate(edge, size)
+        if size:
+            self.offer(edge)
+        else:
+            core.forget(edge)
+        return count
+
+    def release_tail(self, snapshot: Snapshot, given: Given) -> None:
+        """Give up the device copy of a tail; the snapshot itself stays as it is."""
+        core = self._core
+        assert snapshot.tail_pages is not None
+        assert snapshot.edge is not None
+        given.pages.append(self.as_pages(snapshot.tail_pages))
+        snapshot.tail_pages = None
+        snapshot.where &= ~DEVICE_TAIL
+        core.device_tails -= 1
+        core.epoch += 1
+        self.lost_unit(snapshot.edge)
+
+    def as_pages(self, pages: tuple[int, ...]) -> Pages:
+        return pages[0] if self._core.geometry.num_pools == 1 else pages
+
+    def in_order(self) -> list[Edge | Snapshot]:
+        """Present leaves, next victim first. For checks and digests."""
+        return self._heap.in_order()
+
+
+def _key(item: Edge | Snapshot) -> int | None:
+    if isinstance(item, Edge):
+        dev = item.dev
+        if dev and not item.below and (not item.pins or item.start + dev > pinned_end(item)):
+            return item.tick if item.host >= dev else item.tick + UNBACKED
+    elif item.tail_pages is not None and not item.pins:
+        return item.tick if item.where & HOST else item.tick + UNBACKED
+    return None

@@ -1,0 +1,557 @@
+"""The index: the verbs, their checks, and the one place that knows all the parts."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from prefix_index import check as _check
+from prefix_index import digest as _digest
+from prefix_index.core import Core, Geometry, Given
+from prefix_index.cost import CostModel
+from prefix_index.device import DeviceOrder
+from prefix_index.errors import (
+    ForeignHandle,
+    InvalidArgument,
+    StaleHandle,
+    StaleMatch,
+    WrongState,
+    WrongThread,
+)
+from prefix_index.extend import extend as _extend
+from prefix_index.extend import page_array
+from prefix_index.lease import Lease
+from prefix_index.lineage import join, supersede_below
+from prefix_index.match import Candidate, Match, SnapshotHandle, Span, find, spans
+from prefix_index.nodes import DEVICE_IMAGE, DEVICE_TAIL, Edge, Hasher, Hold, Root, Snapshot
+from prefix_index.prompt import BlockScheme, Extras, Prompt, TokenInput, token_bytes, xxh3_block_hash
+from prefix_index.slots import SlotOrder
+from prefix_index.tree import Tree
+from prefix_index.values import Extension, Freed, Pool, SnapshotKind, Stats
+from prefix_index.worth import Worth
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What `publish` did. When not `created`, an equal snapshot was there: the caller keeps slot and pages."""
+
+    snapshot: SnapshotHandle
+    created: bool
+
+
+class PrefixIndex:
+    """Exact token paths, snapshots of recurrent state, and where copies of both live.
+
+    Allocates nothing and copies nothing: pages, slots and slabs are integers whose free lists the caller owns. One
+    thread changes it; `prepare` may run anywhere. Deterministic: no clock, no randomness, no order taken from hashes.
+
+    block_tokens  tokens per block, the unit of identity
+    pools         device pools every block has a page in
+    snapshots     False for models without recurrent state: every block boundary can be resumed
+    block_bytes, image_bytes, image_slabs   sizes of a block's record and of a state image, for values and restore costs
+    cost          the cost model that values snapshots
+    block_hash    (parent hash, token bytes, extra) -> 64-bit hash; for tests that force collisions
+    check_thread  refuse mutation from a second thread
+    """
+
+    def __init__(
+        self,
+        *,
+        block_tokens: int = 64,
+        pools: Sequence[Pool] = (Pool(),),
+        snapshots: bool = True,
+        block_bytes: int = 1 << 20,
+        image_bytes: int = 32 << 20,
+        image_slabs: int = 32,
+        cost: CostModel | None = None,
+        block_hash: Hasher = xxh3_block_hash,
+        check_thread: bool = True,
+    ) -> None:
+        if not 1 <= block_tokens <= 4096:
+            raise InvalidArgument(f"PrefixIndex: block_tokens must be between 1 and 4096, got {block_tokens!r}")
+        if not pools:
+            raise InvalidArgument("PrefixIndex: at least one pool is needed, got none")
+        for pool in pools:
+            if pool.lag not in (0, 1):
+                raise InvalidArgument(f"PrefixIndex: a pool's lag must be 0 or 1, got {pool.lag!r}")
+        for name, value in (("block_bytes", block_bytes), ("image_bytes", image_bytes), ("image_slabs", image_slabs)):
+            if value < 1:
+                raise InvalidArgument(f"PrefixIndex: {name} must be positive, got {value!r}")
+        self._geometry = Geometry(
+            block_tokens=block_tokens,
+            num_pools=len(pools),
+            lag=max(pool.lag for pool in pools) if snapshots else 0,
+            block_bytes=block_bytes,
+            image_bytes=image_bytes,
+            image_slabs=image_slabs,
+        )
+        self._pools = tuple(pools)
+        self._snapshots = snapshots
+        self._scheme = BlockScheme(block_tokens, block_hash)
+        self._owner = object()
+        self._thread: int | None = None
+        self._check_thread = check_thread
+        core = self._core = Core(self._geometry, cost or CostModel())
+        core.tree = Tree(self._scheme, len(pools))
+        core.device = DeviceOrder(core)
+        core.slots = SlotOrder(core)
+        core.worth = Worth(core)
+        self._counts = _Counts()
+
+    # ------------------------------------------------------------------ looking up
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        return self._pools
+
+    @property
+    def block_tokens(self) -> int:
+        return self._geometry.block_tokens
+
+    @property
+    def epoch(self) -> int:
+        """Moves when something a match can name is lost or renumbered; never on insert, landing or pin."""
+        return self._core.epoch
+
+    def prepare(self, tokens: TokenInput, namespace: bytes = b"", extras: Iterable[tuple[int, int]] = ()) -> Prompt:
+        """Tokens as the index wants them: bytes, block hashes, extras. Pure; belongs off the worker.
+
+        tokens     ints, int32 little-endian bytes (taken without a copy), or an integer buffer
+        namespace  the isolation domain; enters every hash
+        extras     sorted (first token, cumulative nonzero key) pairs of media or adapters
+        """
+        return Prompt(self._scheme, token_bytes("prepare", tokens), bytes(namespace), Extras("prepare", extras))
+
+    def match(self, prompt: Prompt, exclude: Sequence[Span] = ()) -> Match:
+        """What is cached of `prompt`. Changes nothing: no pin, no recency, no split. O(edges).
+
+        exclude  (begin, end) token spans; a frontier strictly inside one is not offered
+        """
+        if prompt._scheme is not self._scheme and prompt._scheme != self._scheme:
+            raise InvalidArgument(f"match: the prompt must be prepared with this block size and hash, got {prompt!r}")
+        match = Match.__new__(Match)
+        core = self._core
+        match._owner = self._owner
+        match._epoch = core.epoch
+        match._geometry = self._geometry
+        match._prompt = prompt
+        find(
+            core.tree.roots.get(prompt._namespace),
+            prompt,
+            spans("match", exclude) if exclude else (),
+            self._geometry,
+            self._snapshots,
+            match,
+        )
+        return match
+
+    # ------------------------------------------------------------------ leases
+
+    def acquire(self, match: Match, candidate: Candidate | None = None) -> Lease:
+        """Pin the path of `candidate` and its snapshot; None resumes from nothing and binds the namespace only.
+
+        Neither recency nor hits change before `activate` or `release`; `cancel` undoes it without a trace.
+        Raises StaleMatch when the index has moved on since the match."""
+        self._enter("acquire")
+        core = self._core
+        if match._owner is not self._owner:
+            raise ForeignHandle("acquire: the match must be this index's own, got another's")
+        if match._epoch != core.epoch:
+            raise StaleMatch(
+                f"acquire: the match is of epoch {match._epoch}, the index is at {core.epoch}; match again"
+            )
+        prompt = match._prompt
+        snapshot: Snapshot | None = None
+        if candidate is None:
+            edge: Edge = core.tree.root(prompt._namespace)
+            depth = frontier = 0
+        elif candidate._snapshot is not None:
+            snapshot = self._record("acquire", candidate._snapshot)
+            assert snapshot.edge is not None
+            edge = snapshot.edge
+            depth = edge.end
+            frontier = snapshot.frontier
+        else:
+            depth = candidate._depth
+            frontier = depth * self._geometry.block_tokens
+            if depth > match._matched_blocks:
+                raise InvalidArgument(
+                    f"acquire: the candidate must lie on the match, {match._matched_blocks} blocks, got {depth}"
+                )
+            edge = next(part for part in match._path if part.end >= depth)
+        hold = Hold(edge, depth)
+        core.pin(hold)
+        if snapshot is not None:
+            core.pin_snapshot(snapshot)
+        hashed = prompt._hashes[depth - 1] if depth else core.tree.root(prompt._namespace).key
+        return Lease(self._owner, self._geometry.num_pools, prompt, hold, frontier, snapshot, hashed)
+
+    def activate(self, lease: Lease) -> None:
+        """The lane exists: count the hit and let go of the snapshot, whose image and tail the lane has copied.
+
+        The path stays pinned. Called at most once; `release` does it for a lease that never was."""
+        self._enter("activate")
+        self._open("activate", lease)
+        if lease._activated:
+            raise WrongState(f"activate: a lease is activated once, got {lease!r} again")
+        self._activate(lease)
+
+    def _activate(self, lease: Lease) -> None:
+        core = self._core
+        lease._activated = True
+        self._counts.hits += lease._resume_frontier > 0
+        self._counts.tokens_resumed += lease._resume_frontier
+        snapshot = lease._resumed
+        if snapshot is not None:
+            core.worth.refresh(snapshot, hit=True)
+            snapshot.tick = snapshot.hit_tick
+            lease._snapshot_pinned = False
+            core.unpin_snapshot(snapshot)
+
+    def extend(self, lease: Lease, tokens: TokenInput, pages: Sequence[int] | Sequence[tuple[int, ...]]) -> Extension:
+        """Commit whole blocks that follow the lease's depth, with their device pages, and pin them.
+
+        tokens  a multiple of the block size, going on at block `lease.depth`
+        pages   one id per block, or one tuple of ids per block with several pools
+        The pages of inserted and reattached blocks belong to the index now; those of duplicates stay with the caller.
+        """
+        self._enter("extend")
+        self._open("extend", lease)
+        data = token_bytes("extend", tokens)
+        width = self._scheme.block_bytes
+        if len(data) % width:
+            raise InvalidArgument(
+                f"extend: tokens must fill blocks of {self.block_tokens}, got {len(data) // 4} tokens"
+            )
+        num_blocks = len(data) // width
+        flat = page_array("extend", pages, self._geometry.num_pools, num_blocks)
+        edge = lease._hold.edge
+        assert edge is not None
+        depth = lease._hold.depth
+        if edge.start + edge.dev < depth:
+            raise WrongState(
+                f"extend: all {depth} blocks of the path must be held on the device, got {edge.start + edge.dev}"
+            )
+        if not num_blocks:
+            return Extension((), (), ())
+        extras = lease._prompt._extras.of_blocks(depth, depth + num_blocks, self.block_tokens)
+        lease._worked = True
+        done = _extend(self._core, lease, data, extras, flat)
+        counts = self._counts
+        counts.inserted += sum(end - first for first, end in done.inserted)
+        counts.reattached += sum(end - first for first, end in done.reattached)
+        counts.duplicate += sum(end - first for first, end in done.duplicate)
+        return done
+
+    def release(self, lease: Lease) -> None:
+        """Unpin the lease's path, which becomes the most recently used, its deepest block the first of it to go."""
+        self._enter("release")
+        self._open("release", lease)
+        if not lease._activated:
+            self._activate(lease)
+        core = self._core
+        hold = lease._hold
+        edge = hold.edge
+        assert edge is not None
+        if hold.depth < edge.end and hold.depth:
+            known = hold.depth < lease._along
+            edge = core.split(edge, hold.depth, lease._prompt._hashes[hold.depth] if known else None)
+        core.stamp(edge, core.tick())
+        core.unpin(hold)
+        core.tree.forget_if_empty(edge)
+
+    def cancel(self, lease: Lease) -> None:
+        """Give back a lease that was neither activated, extended nor published under: as if it had never been."""
+        self._enter("cancel")
+        self._open("cancel", lease)
+        if lease._activated or lease._worked:
+            raise WrongState(f"cancel: the lease must not have been activated or extended, got {lease!r}; release it")
+        core = self._core
+        hold = lease._hold
+        edge = hold.edge
+        assert edge is not None
+        if lease._resumed is not None:
+            core.unpin_snapshot(lease._resumed)
+        core.unpin(hold)
+        core.tree.forget_if_empty(edge)
+
+    # ------------------------------------------------------------------ snapshots
+
+    def supersede(self, lease: Lease, frontier: int, kind: SnapshotKind = SnapshotKind.ENDPOINT) -> None:
+        """Supersede now what a publication at `frontier` would, so that its slot can come from its own lineage.
+
+        `publish` does the same; calling this first only decides who `claim_slot` meets."""
+        self._enter("supersede")
+        self._open("supersede", lease)
+        if frontier > lease._resume_frontier:
+            supersede_below(self._core, lease, frontier, kind)
+
+    def worth(self, lease: Lease, frontier: int) -> float:
+        """What a snapshot at `frontier` would be worth if published now: the claim for its slot or slabs."""
+        self._open("worth", lease)
+        return self._core.worth.estimate(lease._published, frontier)
+
+    def publish(
+        self,
+        lease: Lease,
+        frontier: int,
+        *,
+        slot: int,
+        tail: bytes = b"",
+        tail_pages: Sequence[int] = (),
+        kind: SnapshotKind = SnapshotKind.ENDPOINT,
+    ) -> Publication:
+        """Make the state after `frontier` tokens resumable.
+
+        slot        the device slot that holds the image
+        tail        int32 bytes of the tokens between the last whole block below the frontier and the frontier
+        tail_pages  the tail's own page, one id per pool; exactly when there is a tail
+        Supersedes what the lineage leaves behind. An equal snapshot is refreshed instead: the caller keeps its handles.
+        """
+        self._enter("publish")
+        self._open("publish", lease)
+        geometry = self._geometry
+        if not self._snapshots:
+            raise WrongState("publish: the index must be made with snapshots=True, got one without")
+        depth = geometry.depth(frontier)
+        hold = lease._hold
+        if frontier <= lease._resume_frontier:
+            raise InvalidArgument(
+                f"publish: frontier must lie above {lease._resume_frontier}, the resume point, got {frontier}"
+            )
+        if depth > hold.depth:
+            raise InvalidArgument(f"publish: {frontier} tokens need {depth} committed blocks, got {hold.depth}")
+        expected = (frontier - depth * geometry.block_tokens) * 4
+        tail = token_bytes("publish", tail)
+        if len(tail) != expected:
+            raise InvalidArgument(f"publish: the tail must be {expected // 4} tokens, got {len(tail) // 4}")
+        own = tuple(tail_pages)
+        if len(own) != (geometry.num_pools if tail else 0):
+            raise InvalidArgument(f"publish: a tail needs {geometry.num_pools} pages, no tail none, got {own!r}")
+        if slot < 0 or any(page < 0 for page in own):
+            raise InvalidArgument(f"publish: slot and pages must not be negative, got slot {slot!r}, pages {own!r}")
+        core = self._core
+        edge, below = _anchor(hold, depth)
+        if tail and depth < hold.depth:
+            width = self._scheme.block_bytes
+            there, at = (edge, (depth - edge.start) * width) if depth < edge.end else (below, 0)
+            assert there is not None
+            if not there.tokens.startswith(tail, at):
+                raise InvalidArgument(f"publish: the tail must repeat the committed block {depth}, got other tokens")
+        lease._worked = True
+        extra = lease._prompt._extras.at(frontier) if tail else 0
+        supersede_below(core, lease, frontier, kind)
+        if depth == edge.end:
+            for other in edge.snaps:
+                if other.tail == tail and other.extra == extra:
+                    return self._publish_again(lease, other, kind)
+        else:
+            edge = core.split(edge, depth, lease._prompt._hashes[depth] if depth < lease._along else None)
+        core.serial += 1
+        snapshot = Snapshot(core.serial, edge, frontier, tail, extra)
+        snapshot.set_kind(kind)
+        snapshot.slot = slot
+        snapshot.where |= DEVICE_IMAGE
+        if tail:
+            snapshot.tail_pages = own
+            snapshot.where |= DEVICE_TAIL
+            snapshot.tick = core.tick()
+            edge.below += 1
+            core.device_tails += 1
+            core.device.offer_tail(snapshot)
+        core.worth.attach(snapshot)
+        core.slots.offer(snapshot)
+        join(lease, snapshot, kind)
+        self._counts.published += 1
+        return Publication(SnapshotHandle(self._owner, snapshot), True)
+
+    def _publish_again(self, lease: Lease, snapshot: Snapshot, kind: SnapshotKind) -> Publication:
+        if kind is SnapshotKind.BOUNDARY:
+            snapshot.set_kind(kind)
+        self._core.worth.refresh(snapshot, hit=False)
+        join(lease, snapshot, kind)
+        self._counts.duplicates += 1
+        return Publication(SnapshotHandle(self._owner, snapshot), False)
+
+    # ------------------------------------------------------------------ giving up
+
+    def evict_device(self, num_blocks: int, protect: Iterable[SnapshotHandle] = ()) -> Freed:
+        """Give up the device copies of `num_blocks` blocks or tails, a page per pool each; fewer if the rest is pinned.
+
+        Leaves only; backed before unbacked, then the least recently released. Whatever loses its last copy is gone, and
+        with it the snapshots that stood on it: their slots and slabs are returned too.
+        protect  snapshots whose path and tail stay where they are
+        """
+        self._enter("evict_device")
+        if num_blocks < 0:
+            raise InvalidArgument(f"evict_device: num_blocks must not be negative, got {num_blocks!r}")
+        core = self._core
+        given = Given()
+        shields = self._shield("evict_device", protect)
+        self._counts.device_evictions += core.device.evict(num_blocks, given)
+        self._unshield(shields)
+        return given.freeze()
+
+    def claim_slot(self, claim: float = math.inf) -> Freed | None:
+        """Free one snapshot slot for an image worth `claim`, or None when every owner is pinned or worth more.
+
+        A snapshot without a Host copy is lost with its slot; the pages of its tail are returned too."""
+        self._enter("claim_slot")
+        given = Given()
+        if not self._core.slots.claim(claim, given):
+            return None
+        self._counts.slot_claims += 1
+        return given.freeze()
+
+    def clear(self, namespace: bytes | None = None) -> Freed:
+        """Forget a namespace, or everything. Refused while a lease or a fill pins any of it."""
+        self._enter("clear")
+        core = self._core
+        roots = list(core.tree.roots.values()) if namespace is None else [core.tree.roots.get(namespace)]
+        chosen = [root for root in roots if root is not None]
+        for root in chosen:
+            if root.pins:
+                raise WrongState(f"clear: no lease may be open in namespace {root.namespace!r}, got {root.pins} pins")
+        given = Given()
+        for root in chosen:
+            self._clear(root, given)
+        core.epoch += 1
+        return given.freeze()
+
+    def _clear(self, root: Root, given: Given) -> None:
+        core = self._core
+        edges: list[Edge] = [root]
+        for edge in edges:
+            child = edge.first
+            while child is not None:
+                edges.append(child)
+                child = child.next
+        pools = self._geometry.num_pools
+        for edge in reversed(edges):
+            for snapshot in edge.snaps:
+                core.worth.drop(snapshot, given)
+            if edge is root:
+                break
+            for i in range(len(edge.pages) - pools, -1, -pools):
+                given.pages.append(core.device.as_pages(tuple(edge.pages[i : i + pools])))
+            core.device_blocks -= edge.dev
+            if edge.slabs is not None:
+                given.slabs.extend(reversed(edge.slabs))
+            core.host_blocks -= edge.host
+            parent = edge.parent
+            assert parent is not None
+            parent.below -= bool(edge.dev)
+            parent.hbelow -= bool(edge.host)
+            edge.dev = edge.host = 0
+            core.tree.truncate(edge, 0)
+            core.forget(edge)
+        core.tree.forget_if_empty(root)
+
+    # ------------------------------------------------------------------ observing
+
+    def stats(self) -> Stats:
+        """Gauges and counters. O(1)."""
+        core = self._core
+        counts = self._counts
+        return Stats(
+            blocks=core.tree.num_blocks,
+            edges=core.tree.num_edges,
+            snapshots=core.num_snapshots,
+            namespaces=len(core.tree.roots),
+            device_blocks=core.device_blocks,
+            device_tails=core.device_tails,
+            evictable_device_pages=core.device_blocks + core.device_tails - core.pinned_blocks - core.pinned_tails,
+            host_blocks=core.host_blocks,
+            inflation=core.inflation,
+            blocks_inserted=counts.inserted,
+            blocks_reattached=counts.reattached,
+            blocks_duplicate=counts.duplicate,
+            snapshots_published=counts.published,
+            snapshots_duplicate=counts.duplicates,
+            snapshots_superseded=core.worth.superseded,
+            snapshots_lost=core.worth.lost,
+            hits=counts.hits,
+            tokens_resumed=counts.tokens_resumed,
+            device_evictions=counts.device_evictions,
+            slot_claims=counts.slot_claims,
+        )
+
+    def dump(self) -> dict[str, object]:
+        """The whole state as plain values, edge boundaries, epoch and statistics left out. O(tree)."""
+        return _digest.dump(self._core)
+
+    def digest(self) -> str:
+        """A hash of `dump`: equal exactly when two indexes hold the same and will evict in the same order."""
+        return _digest.digest(self._core)
+
+    def check_invariants(self) -> None:
+        """Re-derive every counter, order and value from scratch; raises InvariantViolation. O(tree)."""
+        _check.check(self._core)
+
+    def hand_over(self) -> None:
+        """Let another thread be the mutator from its next call on."""
+        self._thread = None
+
+    # ------------------------------------------------------------------ checks every verb shares
+
+    def _enter(self, op: str) -> None:
+        if self._check_thread:
+            me = threading.get_ident()
+            if self._thread != me:
+                if self._thread is not None:
+                    raise WrongThread(f"{op}: only thread {self._thread} may change the index, got thread {me}")
+                self._thread = me
+
+    def _open(self, op: str, lease: Lease) -> None:
+        if lease._owner is not self._owner:
+            raise ForeignHandle(f"{op}: the lease must be this index's own, got another's")
+        if lease._hold.edge is None:
+            raise StaleHandle(f"{op}: the lease must be open, got {lease!r}")
+
+    def _record(self, op: str, handle: SnapshotHandle) -> Snapshot:
+        if handle._owner is not self._owner:
+            raise ForeignHandle(f"{op}: the snapshot must be this index's own, got another's")
+        if handle._record.edge is None:
+            raise StaleHandle(f"{op}: the snapshot must still exist, got {handle!r}")
+        return handle._record
+
+    def _shield(self, op: str, protect: Iterable[SnapshotHandle]) -> list[tuple[Hold, Snapshot]]:
+        records = [self._record(op, handle) for handle in protect]
+        shields = []
+        for snapshot in records:
+            assert snapshot.edge is not None
+            hold = Hold(snapshot.edge, snapshot.edge.end)
+            self._core.pin(hold)
+            self._core.pin_snapshot(snapshot)
+            shields.append((hold, snapshot))
+        return shields
+
+    def _unshield(self, shields: list[tuple[Hold, Snapshot]]) -> None:
+        for hold, snapshot in reversed(shields):
+            self._core.unpin_snapshot(snapshot)
+            self._core.unpin(hold)
+
+
+class _Counts:
+    """What happened since the index was made."""
+
+    __slots__ = ("device_evictions", "duplicate", "duplicates", "hits", "inserted", "published", "reattached",
+                 "slot_claims", "tokens_resumed")  # fmt: skip
+
+    def __init__(self) -> None:
+        self.inserted = self.reattached = self.duplicate = 0
+        self.published = self.duplicates = 0
+        self.hits = self.tokens_resumed = 0
+        self.device_evictions = self.slot_claims = 0
+
+
+def _anchor(hold: Hold, depth: int) -> tuple[Edge, Edge | None]:
+    """The edge on the hold's path in which `depth` lies, its end included, and the edge below it on that path."""
+    below: Edge | None = None
+    edge = hold.edge
+    assert edge is not None
+    while edge.parent is not None and edge.start >= depth:
+        below, edge = edge, edge.parent
+    return edge, below

@@ -1,0 +1,132 @@
+"""A lane's pin of its path, and the lineage of snapshots it carries on."""
+
+from __future__ import annotations
+
+from array import array
+
+from prefix_index.errors import StaleHandle
+from prefix_index.match import SnapshotHandle
+from prefix_index.nodes import Edge, Hold, Snapshot
+from prefix_index.prompt import Prompt
+
+
+class Lease:
+    """What `acquire` returns: the path up to `depth` is pinned until `release` or `cancel`. The index owns it; callers
+    read it and hand it back."""
+
+    __slots__ = (
+        "_activated",
+        "_along",
+        "_chain",
+        "_hash",
+        "_hold",
+        "_owner",
+        "_pools",
+        "_prompt",
+        "_published",
+        "_resume_depth",
+        "_resume_frontier",
+        "_resumed",
+        "_slot",
+        "_snapshot_pinned",
+        "_tail_pages",
+        "_tap",
+        "_worked",
+    )
+
+    def __init__(
+        self,
+        owner: object,
+        pools: int,
+        prompt: Prompt,
+        hold: Hold,
+        frontier: int,
+        resumed: Snapshot | None,
+        hashed: int,
+    ) -> None:
+        self._owner = owner
+        self._pools = pools
+        self._prompt = prompt
+        self._hold = hold
+        self._hash = hashed  # of the block above depth
+        self._along = hold.depth  # blocks in which the path is known to equal the prompt
+        self._resume_frontier = frontier
+        self._resume_depth = hold.depth
+        self._resumed = resumed
+        self._slot = resumed.slot if resumed is not None else None
+        self._tail_pages = (resumed.tail_pages or ()) if resumed is not None else ()
+        self._snapshot_pinned = resumed is not None
+        self._activated = False
+        self._worked = False  # extended or published: too late to cancel
+        self._chain: list[Snapshot] = []  # retained snapshots of this lineage that its next publication may supersede
+        self._tap: Snapshot | None = None  # the last prompt tap published under this lease
+        self._published = frontier  # the deepest frontier of the lineage
+        if resumed is not None:
+            self._chain.append(resumed)
+            if resumed.companion is not None:
+                self._chain.append(resumed.companion)
+
+    @property
+    def open(self) -> bool:
+        """Whether the lease still pins its path."""
+        return self._hold.edge is not None
+
+    @property
+    def prompt(self) -> Prompt:
+        return self._prompt
+
+    @property
+    def frontier(self) -> int:
+        """Tokens this lease resumed from: what its lane need not compute."""
+        return self._resume_frontier
+
+    @property
+    def depth(self) -> int:
+        """Blocks the lease has pinned by now; `extend` goes on here."""
+        return self._hold.depth
+
+    @property
+    def snapshot(self) -> SnapshotHandle | None:
+        """The snapshot it resumed from."""
+        return SnapshotHandle(self._owner, self._resumed) if self._resumed is not None else None
+
+    @property
+    def slot(self) -> int | None:
+        """The device slot of the image it resumed from, as it was at `acquire`; None when the image was on the Host."""
+        return self._slot
+
+    @property
+    def tail_pages(self) -> tuple[int, ...]:
+        """The device pages of the tail it resumed from, one per pool, as they were at `acquire`."""
+        return self._tail_pages
+
+    @property
+    def pages(self) -> tuple[tuple[int, ...], ...]:
+        """Per pool, the device pages of the blocks the lease resumed with, as far as they are held by now. O(edges)."""
+        edge = self._hold.edge
+        if edge is None:
+            raise StaleHandle("pages: the lease must be open, got a released one")
+        pools = self._pools
+        joined: array[int] = array("q")
+        for part in path_of(edge):
+            joined += part.pages
+            if part.end >= self._resume_depth:
+                break
+        del joined[self._resume_depth * pools :]
+        if pools == 1:
+            return (tuple(joined),)
+        return tuple(tuple(joined[pool::pools]) for pool in range(pools))
+
+    def __repr__(self) -> str:
+        state = f"depth={self.depth}" if self.open else "released"
+        return f"<lease resumed at {self._resume_frontier}, {state}>"
+
+
+def path_of(edge: Edge) -> list[Edge]:
+    """The edges from the root's child down to `edge`."""
+    path = []
+    while edge.parent is not None:
+        path.append(edge)
+        edge = edge.parent
+    path.reverse()
+    return path

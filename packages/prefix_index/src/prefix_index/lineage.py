@@ -1,0 +1,71 @@
+"""Supersession: which snapshots a conversation leaves behind as redundant when it moves on.
+
+A lineage that publishes past its resume point supersedes what it stood on: the snapshot it resumed from, the prompt
+tap that snapshot had left retained, and what this lease published before, its last prompt tap apart (a next turn that
+renders the reply anew resumes there). A BOUNDARY may serve other conversations: only the one resumed from is
+superseded, and only while the tree below it is a single chain.
+"""
+
+from __future__ import annotations
+
+from prefix_index.core import Core
+from prefix_index.lease import Lease
+from prefix_index.nodes import Edge, Snapshot
+from prefix_index.values import SnapshotKind
+
+
+def supersede_below(core: Core, lease: Lease, frontier: int, kind: SnapshotKind) -> None:
+    """Supersede what a snapshot of `kind` at `frontier` makes redundant in the lineage of `lease`."""
+    kept: list[Snapshot] = []
+    for snapshot in lease._chain:
+        if snapshot.edge is None or snapshot.superseded:
+            continue
+        if (
+            snapshot.frontier >= frontier
+            or (snapshot is lease._tap and kind is not SnapshotKind.TAP)
+            or (snapshot.kind is SnapshotKind.BOUNDARY and not (snapshot is lease._resumed and not shared(snapshot)))
+        ):
+            kept.append(snapshot)
+        else:
+            core.worth.supersede(snapshot)
+    lease._chain = kept
+
+
+def join(lease: Lease, snapshot: Snapshot, kind: SnapshotKind) -> None:
+    """Make a published snapshot the lineage's newest, and let it remember the tap left retained behind it."""
+    if snapshot not in lease._chain:
+        lease._chain.append(snapshot)
+    lease._published = max(lease._published, snapshot.frontier)
+    if kind is SnapshotKind.TAP:
+        lease._tap = snapshot
+        return
+    tap = lease._tap
+    if tap is not None and tap.edge is not None and not tap.superseded and tap is not snapshot:
+        if tap.successor is not None:
+            tap.successor.companion = None
+        if snapshot.companion is not None:
+            snapshot.companion.successor = None
+        tap.successor = snapshot
+        snapshot.companion = tap
+
+
+def shared(snapshot: Snapshot) -> bool:
+    """Whether several conversations have gone on from `snapshot`: the tree below is no single chain. O(chain)."""
+    at: Edge | None = snapshot.edge
+    assert at is not None
+    if snapshot.tail:
+        going_on = None
+        child = at.first
+        while child is not None:
+            if child.tokens.startswith(snapshot.tail):
+                if going_on is not None:
+                    return True
+                going_on = child
+            child = child.next
+        at = going_on
+    while at is not None:
+        first = at.first
+        if first is not None and first.next is not None:
+            return True
+        at = first
+    return False

@@ -1,0 +1,411 @@
+"""The verbs, one law a test: device tier, snapshots, leases."""
+
+from __future__ import annotations
+
+import random
+import threading
+from array import array
+
+import pytest
+
+from prefix_index import (
+    ForeignHandle,
+    InvalidArgument,
+    Pool,
+    PrefixIndex,
+    Reason,
+    SnapshotKind,
+    StaleHandle,
+    StaleMatch,
+    WrongState,
+    WrongThread,
+)
+
+BLOCK = 4
+
+
+def ints(data: bytes) -> list[int]:
+    return list(array("i", data))
+
+
+def raw(*tokens: int) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def make(**options: object) -> PrefixIndex:
+    options.setdefault("block_tokens", BLOCK)
+    return PrefixIndex(**options)  # type: ignore[arg-type]
+
+
+class Driver:
+    """Hands out page and slot numbers and commits whole conversations, checking after each step."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self.index = index
+        self.page = 100
+        self.slot = 0
+
+    def pages(self, count: int) -> list[int]:
+        self.page += count
+        return list(range(self.page - count, self.page))
+
+    def run(self, tokens: list[int], frontier: int | None = None, *, kind: SnapshotKind = SnapshotKind.ENDPOINT,
+            namespace: bytes = b"", extras: tuple[tuple[int, int], ...] = ()) -> object:  # fmt: skip
+        """Resume as deep as possible, commit every whole block, publish at `frontier`, release."""
+        index = self.index
+        prompt = index.prepare([*tokens, 0], namespace, extras)
+        match = index.match(prompt)
+        lease = index.acquire(match, match.best)
+        index.check_invariants()
+        rest = tokens[lease.depth * BLOCK : len(tokens) // BLOCK * BLOCK]
+        index.extend(lease, rest, self.pages(len(rest) // BLOCK))
+        index.check_invariants()
+        publication = None
+        if frontier is not None:
+            self.slot += 1
+            tail = tokens[frontier // BLOCK * BLOCK : frontier]
+            publication = index.publish(
+                lease, frontier, slot=self.slot, tail=raw(*tail), tail_pages=self.pages(bool(tail)), kind=kind
+            )
+            index.check_invariants()
+        index.release(lease)
+        index.check_invariants()
+        return publication
+
+
+def test_match_of_an_empty_index_finds_nothing() -> None:
+    index = make()
+    match = index.match(index.prepare(range(20)))
+    assert (match.matched_tokens, len(match.candidates), match.best) == (0, 0, None)
+    assert match.reason is Reason.NONE
+
+
+def test_a_released_path_is_found_by_the_next_prompt() -> None:
+    index = make()
+    Driver(index).run(list(range(10)), 10)
+    match = index.match(index.prepare(range(40)))
+    assert match.matched_tokens == 8
+    assert [c.frontier for c in match.candidates] == [10]
+    assert match.reason is Reason.NONE
+
+
+def test_the_last_token_is_always_computed() -> None:
+    index = make()
+    Driver(index).run(list(range(8)), 8)
+    assert [c.frontier for c in index.match(index.prepare(range(8))).candidates] == []
+    assert index.match(index.prepare(range(8))).matched_tokens == 4
+    assert [c.frontier for c in index.match(index.prepare(range(9))).candidates] == [8]
+
+
+def test_candidates_come_deepest_first_and_an_edit_falls_back() -> None:
+    index = make()
+    driver = Driver(index)
+    driver.run(list(range(4)), 4, kind=SnapshotKind.BOUNDARY)
+    driver.run(list(range(8)), 8, kind=SnapshotKind.BOUNDARY)
+    driver.run(list(range(11)), 11)
+    frontiers = [c.frontier for c in index.match(index.prepare(range(30))).candidates]
+    assert frontiers == [11, 8, 4]
+    edited = [*range(6), 99, *range(7, 30)]
+    match = index.match(index.prepare(edited))
+    assert [c.frontier for c in match.candidates] == [4]
+    assert match.matched_tokens == 4
+
+
+def test_a_tail_is_compared_exactly() -> None:
+    index = make()
+    Driver(index).run([*range(4), 7, 8], 6)
+    assert index.match(index.prepare([*range(4), 7, 8, 9])).best.frontier == 6  # type: ignore[union-attr]
+    assert index.match(index.prepare([*range(4), 7, 9, 9])).best is None
+
+
+def test_extend_sorts_blocks_into_inserted_and_duplicate() -> None:
+    index = make()
+    driver = Driver(index)
+    driver.run(list(range(12)))
+    lease = index.acquire(index.match(index.prepare(range(5))))
+    done = index.extend(lease, [*range(8), 50, 51, 52, 53], driver.pages(3))
+    assert (done.inserted, done.reattached, done.duplicate) == (((2, 3),), (), ((0, 2),))
+    index.check_invariants()
+    assert lease.depth == 3
+    index.release(lease)
+    index.check_invariants()
+
+
+def test_lease_pages_are_those_of_the_resumed_path() -> None:
+    index = make()
+    driver = Driver(index)
+    driver.run(list(range(12)), 12)
+    match = index.match(index.prepare(range(13)))
+    lease = index.acquire(match, match.best)
+    assert lease.pages == ((100, 101, 102),)
+    assert lease.slot == 1
+    index.extend(lease, range(12, 20), driver.pages(2))
+    assert lease.pages == ((100, 101, 102),)
+
+
+def test_several_pools_keep_a_page_each() -> None:
+    index = make(pools=(Pool(lag=0), Pool(lag=1)))
+    lease = index.acquire(index.match(index.prepare(range(9))))
+    index.extend(lease, range(8), [(1, 11), (2, 12)])
+    # One pool is a token behind, so a frontier on a block boundary anchors a block earlier, with a whole block as tail.
+    index.publish(lease, 8, slot=3, tail=raw(4, 5, 6, 7), tail_pages=(5, 15))
+    index.release(lease)
+    index.check_invariants()
+    match = index.match(index.prepare(range(12)))
+    assert match.best is not None
+    assert (match.best.frontier, match.best.depth) == (8, 1)
+    lease = index.acquire(match, match.best)
+    assert lease.pages == ((1,), (11,))
+    assert lease.tail_pages == (5, 15)
+    index.cancel(lease)
+    assert index.evict_device(3).pages == ((5, 15), (2, 12), (1, 11))
+
+
+def test_device_eviction_is_leaf_first_and_least_recently_released_first() -> None:
+    index = make()
+    driver = Driver(index)
+    driver.run([*range(4), 10, 11, 12, 13])  # pages 100, 101
+    driver.run([*range(4), 20, 21, 22, 23])  # 102 is a duplicate of 100, so 103
+    driver.run([*range(4), 10, 11, 12, 13])
+    assert index.evict_device(1).pages == (103,)
+    assert index.evict_device(9).pages == (101, 100)
+    assert index.stats().blocks == 0
+    index.check_invariants()
+
+
+def test_losing_a_block_loses_the_snapshot_on_it_and_returns_its_slot() -> None:
+    index = make()
+    Driver(index).run(list(range(8)), 8)
+    freed = index.evict_device(1)
+    assert (freed.pages, freed.slots) == ((101,), (1,))
+    match = index.match(index.prepare(range(9)))
+    assert match.best is None
+    index.check_invariants()
+
+
+def test_pinned_blocks_are_never_evicted() -> None:
+    index = make()
+    driver = Driver(index)
+    driver.run(list(range(8)), 8)
+    match = index.match(index.prepare(range(20)))
+    lease = index.acquire(match, match.best)
+    assert not index.evict_device(5)
+    assert index.claim_slot() is None
+    index.release(lease)
+    assert index.evict_device(5).pages == (101, 100)
+
+
+def test_a_stale_match_is_refused() -> None:
+    index = make()
+    Driver(index).run(list(range(8)), 8)
+    match = index.match(index.prepare(range(9)))
+    index.evict_device(1)
+    with pytest.raises(StaleMatch, match="match again"):
+        index.acquire(match, match.best)
+    assert not match.candidates[0].snapshot.alive  # type: ignore[union-attr]
+
+
+def test_a_match_does_not_change_with_the_index() -> None:
+    index = make()
+    driver = Driver(index)
+    driver.run(list(range(8)), 8)
+    match = index.match(index.prepare(range(30)))
+    before = (match.matched_tokens, list(match.candidates))
+    driver.run(list(range(20)), 18)
+    assert (match.matched_tokens, list(match.candidates)) == before
+
+
+def test_match_changes_nothing() -> None:
+    index = make()
+    driver = Driver(index)
+    driver.run(list(range(20)), 18)
+    before, epoch = index.digest(), index.epoch
+    index.match(index.prepare([*range(10), 77, 78]), exclude=[(3, 5)])
+    assert (index.digest(), index.epoch) == (before, epoch)
+
+
+def test_excluded_frontiers_are_not_offered() -> None:
+    index = make()
+    driver = Driver(index)
+    driver.run(list(range(4)), 4, kind=SnapshotKind.BOUNDARY)
+    driver.run(list(range(8)), 8, kind=SnapshotKind.BOUNDARY)
+    prompt = index.prepare(range(9))
+    assert [c.frontier for c in index.match(prompt, exclude=[(4, 8)]).candidates] == [8, 4]
+    match = index.match(prompt, exclude=[(4, 9)])
+    assert [c.frontier for c in match.candidates] == [4]
+    assert match.reason is Reason.EXCLUDED
+
+
+def test_a_cancelled_lease_leaves_no_trace() -> None:
+    index = make()
+    driver = Driver(index)
+    driver.run(list(range(8)), 8)
+    driver.run([*range(50, 58)], 8)
+    before = index.digest()
+    match = index.match(index.prepare(range(9)))
+    lease = index.acquire(match, match.best)
+    assert index.digest() != before
+    index.cancel(lease)
+    assert index.digest() == before
+    index.check_invariants()
+
+
+def test_a_cancel_after_work_is_refused() -> None:
+    index = make()
+    lease = index.acquire(index.match(index.prepare(range(9))))
+    index.extend(lease, range(4), [1])
+    with pytest.raises(WrongState, match="cancel"):
+        index.cancel(lease)
+    index.release(lease)
+
+
+def test_a_duplicate_snapshot_leaves_slot_and_pages_with_the_caller() -> None:
+    index = make()
+    driver = Driver(index)
+    first = driver.run(list(range(6)), 6)
+    lease = index.acquire(index.match(index.prepare(range(9))))
+    index.extend(lease, range(4), [500])
+    again = index.publish(lease, 6, slot=900, tail=raw(4, 5), tail_pages=(901,))
+    assert not again.created
+    assert again.snapshot == first.snapshot  # type: ignore[attr-defined]
+    index.release(lease)
+    index.check_invariants()
+    assert 900 not in index.clear().slots
+
+
+def test_namespaces_share_nothing() -> None:
+    index = make()
+    driver = Driver(index)
+    driver.run(list(range(8)), 8, namespace=b"a")
+    assert index.match(index.prepare(range(9), b"b")).matched_tokens == 0
+    assert index.prepare(range(9), b"a").hashes[0] != index.prepare(range(9), b"b").hashes[0]
+    driver.run(list(range(8)), 8, namespace=b"b")
+    assert set(index.clear(b"a").pages) == {100, 101}
+    assert index.match(index.prepare(range(9), b"b")).matched_tokens == 8
+
+
+def test_extras_are_part_of_identity() -> None:
+    index = make()
+    driver = Driver(index)
+    driver.run(list(range(12)), 10, extras=((5, 7),))
+    assert index.match(index.prepare(range(13), extras=((5, 7),))).best.frontier == 10  # type: ignore[union-attr]
+    assert index.match(index.prepare(range(13), extras=((5, 8),))).matched_tokens == 4
+    assert index.match(index.prepare(range(13))).matched_tokens == 4
+    index.check_invariants()
+
+
+def test_an_extra_inside_a_tail_is_part_of_the_tails_identity() -> None:
+    index = make()
+    Driver(index).run(list(range(7)), 7, extras=((5, 7),))
+    assert index.match(index.prepare(range(8), extras=((5, 7),))).best.frontier == 7  # type: ignore[union-attr]
+    assert index.match(index.prepare(range(8), extras=((5, 8),))).best is None
+    assert index.match(index.prepare(range(8), extras=((7, 8),))).best is None
+
+
+def test_equal_hashes_do_not_make_equal_blocks() -> None:
+    index = make(block_hash=lambda parent, tokens, extra: 7)
+    driver = Driver(index)
+    rng = random.Random(5)
+    prompts = [[rng.randrange(2) for _ in range(12)] for _ in range(30)]
+    for tokens in prompts:
+        driver.run(tokens, 12)
+    for tokens in prompts:
+        match = index.match(index.prepare([*tokens, 9]))
+        assert match.matched_tokens == 12
+        assert match.best is not None
+        assert match.best.frontier == 12
+
+
+def test_without_snapshots_every_block_boundary_is_resumable() -> None:
+    index = make(snapshots=False)
+    driver = Driver(index)
+    driver.run(list(range(16)))
+    match = index.match(index.prepare([*range(10), 99, 99]))
+    assert [c.frontier for c in match.candidates] == [8, 4]
+    lease = index.acquire(match, match.best)
+    assert lease.pages == ((100, 101),)
+    index.extend(lease, [8, 9, 99, 99], driver.pages(1))
+    index.release(lease)
+    index.check_invariants()
+
+
+def test_a_path_of_a_million_tokens_need_no_recursion() -> None:
+    index = make(block_tokens=64)
+    tokens = array("i", range(1_000_000)).tobytes()
+    lease = index.acquire(index.match(index.prepare(tokens[: 4 * 65])))
+    step = 64 * 64 * 4
+    for first in range(0, len(tokens) // step * step, step):
+        index.extend(lease, tokens[first : first + step], range(first, first + 64))
+        frontier = lease.depth * 64
+        index.publish(lease, frontier, slot=first)
+    index.release(lease)
+    prompt = index.prepare(tokens)
+    assert index.match(prompt).matched_tokens == len(tokens) // step * step // 4
+    index.digest()
+    index.check_invariants()
+    assert len(index.evict_device(10_000).pages) == 10_000
+    index.clear()
+
+
+def test_misuse_names_the_operation_and_changes_nothing() -> None:
+    index = make()
+    driver = Driver(index)
+    driver.run(list(range(8)), 8)
+    other = make()
+    match = index.match(index.prepare(range(20)))
+    lease = index.acquire(match, match.best)
+    foreign = other.acquire(other.match(other.prepare(range(3))))
+    before = index.digest()
+    with pytest.raises(InvalidArgument, match=r"extend: tokens must fill blocks of 4, got 3"):
+        index.extend(lease, [1, 2, 3], [1])
+    with pytest.raises(InvalidArgument, match=r"extend: one page entry per block"):
+        index.extend(lease, [1, 2, 3, 4], [1, 2])
+    with pytest.raises(InvalidArgument, match=r"must not be negative, got -1"):
+        index.extend(lease, [1, 2, 3, 4], [-1])
+    with pytest.raises(InvalidArgument, match=r"publish: 12 tokens need 3 committed blocks, got 2"):
+        index.publish(lease, 12, slot=1)
+    with pytest.raises(InvalidArgument, match=r"the tail must be 1 tokens, got 0"):
+        index.publish(lease, 9, slot=1)
+    with pytest.raises(InvalidArgument, match=r"a tail needs 1 pages"):
+        index.publish(lease, 9, slot=1, tail=raw(8))
+    with pytest.raises(InvalidArgument, match=r"above 8, the resume point"):
+        index.publish(lease, 8, slot=1)
+    with pytest.raises(ForeignHandle, match="extend"):
+        index.extend(foreign, [], [])
+    with pytest.raises(ForeignHandle, match="acquire"):
+        index.acquire(other.match(other.prepare(range(3))))
+    with pytest.raises(WrongState, match="clear"):
+        index.clear()
+    with pytest.raises(InvalidArgument, match="int32"):
+        index.prepare([1 << 31])
+    with pytest.raises(InvalidArgument, match="groups of 4"):
+        index.prepare(b"abc")
+    with pytest.raises(InvalidArgument, match="sorted"):
+        index.prepare([1], extras=((3, 1), (3, 2)))
+    assert index.digest() == before
+    index.release(lease)
+    with pytest.raises(StaleHandle, match="release"):
+        index.release(lease)
+
+
+def test_a_second_thread_is_caught() -> None:
+    index = make()
+    index.clear()
+    caught: list[Exception] = []
+
+    def intrude() -> None:
+        try:
+            index.clear()
+        except WrongThread as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=intrude)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1
+    index.hand_over()
+    thread = threading.Thread(target=index.clear)
+    thread.start()
+    thread.join()
+    with pytest.raises(WrongThread, match="clear"):
+        index.clear()
