@@ -1,1 +1,71 @@
-"""qwen35_engine."""
+"""A Qwen3.5 engine that never computes a cached token twice.
+
+>>> from qwen35_engine import Engine, GenerationRequest, NewTokens, SamplingParams
+>>> from qwen35_engine.demo import demo_folder
+>>> greedy = SamplingParams(temperature=0)
+>>> def answer(engine, tokens):
+...     stream = engine.submit(GenerationRequest(tokens=tokens, sampling=greedy, max_tokens=4))
+...     events = list(stream)
+...     ids = [i for event in events if isinstance(event, NewTokens) for i in event.ids]
+...     return ids, events[-1].usage.cached_tokens
+>>> with Engine.from_folder(demo_folder()) as engine:
+...     first, cached = answer(engine, range(100, 300))
+...     print(cached)
+...     second, cached = answer(engine, [*range(100, 300), *first, 7, 8, 9])
+...     print(cached)
+0
+203
+"""
+
+from .engine import Engine, EngineStats
+from .errors import (
+    CheckpointError,
+    ContextLengthExceeded,
+    EngineClosed,
+    EngineError,
+    ExecutionError,
+    OptionError,
+    QueueFull,
+    RequestError,
+)
+from .options import EffectiveOptions, EngineOptions
+from .request import (
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    NewTokens,
+    SamplingParams,
+    Started,
+    TokenStream,
+    Usage,
+)
+from .sampling import Sampler, SamplingRow
+
+__all__ = [
+    "CheckpointError",
+    "ContextLengthExceeded",
+    "EffectiveOptions",
+    "Engine",
+    "EngineClosed",
+    "EngineError",
+    "EngineOptions",
+    "EngineStats",
+    "Event",
+    "ExecutionError",
+    "Failed",
+    "FinishReason",
+    "Finished",
+    "GenerationRequest",
+    "NewTokens",
+    "OptionError",
+    "QueueFull",
+    "RequestError",
+    "Sampler",
+    "SamplingParams",
+    "SamplingRow",
+    "Started",
+    "TokenStream",
+    "Usage",
+]

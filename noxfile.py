@@ -1,0 +1,106 @@
+"""Everything that checks this repository. ``nox`` runs what every change must pass; ``nox -l`` lists the rest.
+
+Each package is tested in an environment that holds what the package declares and nothing else, so that an import
+against the direction (serve -> engine -> index, pool, kernels) fails there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.4"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.stop_on_first_error = False
+
+ROOT = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Package:
+    """A folder under packages/ and the packages of ours that it declares."""
+
+    name: str
+    needs: tuple[str, ...] = ()
+
+
+PACKAGES = {
+    package.name: package
+    for package in (
+        Package("prefix_index"),
+        Package("slab_pool"),
+        Package("qwen35_kernels"),
+        Package("engine", ("prefix_index", "slab_pool", "qwen35_kernels")),
+        Package("serve", ("prefix_index", "slab_pool", "qwen35_kernels", "engine")),
+    )
+}
+STACK = "stack"
+
+
+def install(session: nox.Session, *packages: str, tests_of: tuple[str, ...] = (), extra: tuple[str, ...] = ()) -> None:
+    """Install packages from this checkout in one resolution, so that siblings come from here and not from an index."""
+    paths = [f"./packages/{name}" + ("[test]" if name in tests_of else "") for name in packages]
+    session.install("-c", "constraints.txt", *paths, *extra)
+
+
+def pytest(session: nox.Session, *arguments: str) -> None:
+    session.run("python", "-m", "pytest", *arguments, *session.posargs, env={"TOKENIZERS_PARALLELISM": "false"})
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff: rules and format."""
+    session.install("-c", "constraints.txt", "ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy over every package's source."""
+    install(session, *PACKAGES, extra=("mypy", "nox"))
+    session.run("mypy", *(f"packages/{name}/src" for name in PACKAGES))
+
+
+@nox.session
+@nox.parametrize("part", [nox.param(name, id=name) for name in (*PACKAGES, STACK)])
+def tests(session: nox.Session, part: str) -> None:
+    """One package's own tests, or (stack) those across packages."""
+    if part == STACK:
+        install(session, *PACKAGES, tests_of=tuple(PACKAGES))
+        pytest(session, "tests")
+        return
+    install(session, *PACKAGES[part].needs, part, tests_of=(part,))
+    pytest(session, f"packages/{part}/tests")
+
+
+@nox.session(default=False)
+def property(session: nox.Session) -> None:
+    """The stateful property tests with a long Hypothesis profile."""
+    install(session, *PACKAGES, tests_of=tuple(PACKAGES))
+    pytest(session, "--hypothesis-profile=long", *(f"packages/{name}/tests" for name in PACKAGES))
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Every package's benchmarks; one JSON object each."""
+    install(session, *PACKAGES)
+    for module in ("prefix_index", "slab_pool", "qwen35_kernels"):
+        session.run("python", "-m", f"{module}.bench", *session.posargs)
+
+
+@nox.session(default=False)
+def gpu(session: nox.Session) -> None:
+    """The tests that need a CUDA device."""
+    install(session, *PACKAGES, tests_of=tuple(PACKAGES))
+    pytest(session, "-m", "gpu", *(f"packages/{name}/tests" for name in PACKAGES))
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Links and code of the pages under docs/."""
+    install(session, *PACKAGES, tests_of=tuple(PACKAGES))
+    pytest(session, "tests/test_docs.py")

@@ -1,0 +1,203 @@
+"""The engine as its users see it: load a folder, submit prompts, read streams, close."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from qwen35_kernels import BLOCK_TOKENS, KVProfile, PageLayout, StateLayout
+
+from .cache import CacheStats, PrefixCache
+from .checkpoint.config import ModelConfig, read_config
+from .errors import ContextLengthExceeded, RequestError
+from .memory import DeviceMemory
+from .model.qwen35 import Qwen35Model
+from .model.weights import ModelWeights, load_weights
+from .options import EffectiveOptions, EngineOptions
+from .request import GenerationRequest, TokenStream
+from .sampling import KernelSampler, Sampler
+from .worker import Job, Worker
+
+__all__ = ["Engine", "EngineStats"]
+
+logger = logging.getLogger(__name__)
+
+_PROFILES = {torch.float32: KVProfile.FP32, torch.bfloat16: KVProfile.BF16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """What runs, what waits, and the cache's gauges."""
+
+    running: int
+    waiting: int
+    cache: CacheStats
+
+
+class Engine:
+    """One model on one device. Thread-safe: any thread may submit; one worker thread computes.
+
+    Use as a context manager, or call ``close``.
+
+    Attributes:
+        config: the model's shape.
+        options: every size in force.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        options: EngineOptions | None = None,
+        *,
+        sampler: Sampler | None = None,
+    ) -> None:
+        """Run ``weights`` that lie on their device already; ``options.device`` and ``dtype`` have no say any more.
+
+        Raises:
+            OptionError: sizes that contradict each other, the model or the memory.
+        """
+        options = options or EngineOptions()
+        device = weights.device
+        page_layout = PageLayout(
+            profile=_PROFILES[weights.dtype],
+            num_layers=config.num_full_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+        state_layout = StateLayout(
+            num_layers=config.num_linear_layers,
+            num_value_heads=config.num_value_heads,
+            key_dim=config.key_dim,
+            value_dim=config.value_dim,
+            conv_channels=config.conv_channels,
+            conv_width=config.conv_width,
+            conv_dtype=weights.dtype,
+            hidden_size=config.hidden_size,
+            hidden_dtype=weights.dtype,
+        )
+        self.config = config
+        self.options: EffectiveOptions = options.resolve_sizes(config, page_bytes=page_layout.page_bytes, device=device)
+        memory = DeviceMemory(
+            page_layout=page_layout,
+            state_layout=state_layout,
+            num_pages=1 + self.options.num_blocks,
+            num_slots=1 + self.options.max_concurrency + self.options.snapshot_slots,
+            device=device,
+        )
+        self._cache = PrefixCache(
+            memory,
+            max_concurrency=self.options.max_concurrency,
+            context_blocks=-(-self.options.max_context // BLOCK_TOKENS),
+            snapshot_slots=self.options.snapshot_slots,
+        )
+        self._ids = count(1)
+        self._worker = Worker(
+            model=Qwen35Model(config, weights, memory),
+            cache=self._cache,
+            sampler=sampler or KernelSampler(),
+            options=self.options,
+            device=device,
+            threads=options.threads,
+        )
+        logger.info(
+            "%d blocks of KV (%d MiB), %d state slots (%d MiB), context %d tokens, on %s in %s",
+            self.options.num_blocks,
+            memory.pages.nbytes >> 20,
+            memory.states.shape[0],
+            memory.states.nbytes >> 20,
+            self.options.max_context,
+            device,
+            weights.dtype,
+        )
+        self._worker.start()
+
+    @classmethod
+    def from_folder(
+        cls, folder: Path | str, options: EngineOptions | None = None, *, sampler: Sampler | None = None
+    ) -> Engine:
+        """Load a model folder in the Hugging Face layout and run it.
+
+        Raises:
+            CheckpointError: the folder cannot be served.
+            OptionError: the options do not fit the machine or the model.
+        """
+        options = options or EngineOptions()
+        folder = Path(folder)
+        device = options.resolve_device()
+        config = read_config(folder)
+        dtype = options.resolve_dtype(config, device)
+        weights = load_weights(folder, config, device=device, dtype=dtype)
+        return cls(config, weights, options, sampler=sampler)
+
+    def submit(self, request: GenerationRequest, *, notify: Callable[[], None] | None = None) -> TokenStream:
+        """Queue a request and return its stream at once.
+
+        Args:
+            request: what to continue.
+            notify: called on the worker's thread after each event of the stream; must return at once.
+
+        Raises:
+            ContextLengthExceeded: the prompt leaves no room for a token.
+            RequestError: a token outside the vocabulary.
+            QueueFull: too many requests wait.
+            EngineClosed: the engine is closed.
+        """
+        tokens = self._checked_tokens(request.tokens)
+        room = self.options.max_context - len(tokens)
+        reuse = request.reuse and self.options.prefix_reuse
+        stream = TokenStream(next(self._ids), self._worker.cancel, notify)
+        seed = request.sampling.seed
+        self._worker.submit(
+            Job(
+                stream=stream,
+                request=request,
+                tokens=tokens,
+                # Hashing is work of the caller's thread, so that a long prompt does not hold up the others.
+                prompt=self._cache.index.prepare(tokens, namespace=request.namespace) if reuse else None,
+                max_tokens=room if request.max_tokens is None else min(request.max_tokens, room),
+                seed=secrets.randbits(63) if seed is None else seed,
+            )
+        )
+        return stream
+
+    def _checked_tokens(self, tokens: Sequence[int]) -> array[int]:
+        if len(tokens) >= self.options.max_context:
+            raise ContextLengthExceeded(prompt_tokens=len(tokens), limit_tokens=self.options.max_context)
+        try:
+            checked = array("i", tokens)
+        except (OverflowError, TypeError) as error:
+            raise RequestError(f"token ids must be integers below {self.config.vocab_size}: {error}") from error
+        for worst in (min(checked), max(checked)):
+            if not 0 <= worst < self.config.vocab_size:
+                raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}, got {worst}")
+        return checked
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are taken: False after ``close`` and after a fault of the engine's own."""
+        return self._worker.is_open
+
+    def stats(self) -> EngineStats:
+        worker = self._worker.stats()
+        return EngineStats(running=worker.running, waiting=worker.waiting, cache=self._cache.stats())
+
+    def close(self) -> None:
+        """Stop the worker. Requests still open fail with ``EngineClosed``. May be called twice."""
+        self._worker.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

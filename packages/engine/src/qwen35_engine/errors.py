@@ -1,0 +1,70 @@
+"""The engine's errors.
+
+::
+
+    EngineError
+    ├── CheckpointError      the model folder cannot be served; names the file and the tensor
+    ├── OptionError          an option or a combination of options cannot hold (also a ValueError)
+    ├── RequestError         this request can never be served as it is (also a ValueError)
+    │   └── ContextLengthExceeded
+    ├── QueueFull            the bounded queue has no room; try again later
+    ├── EngineClosed         the engine is stopping or has stopped
+    └── ExecutionError       a forward pass failed; the request ended without an answer
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ContextLengthExceeded",
+    "EngineClosed",
+    "EngineError",
+    "ExecutionError",
+    "OptionError",
+    "QueueFull",
+    "RequestError",
+]
+
+
+class EngineError(Exception):
+    """Base of everything the engine raises on purpose."""
+
+
+class CheckpointError(EngineError):
+    """A model folder that cannot be served. One line that names the file, and the tensor if there is one."""
+
+
+class OptionError(EngineError, ValueError):
+    """An option out of range, or options that contradict each other."""
+
+
+class RequestError(EngineError, ValueError):
+    """A request that can never be served as it is."""
+
+
+class ContextLengthExceeded(RequestError):
+    """Prompt and output do not fit the context.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        limit_tokens: the longest sequence this engine serves.
+    """
+
+    def __init__(self, *, prompt_tokens: int, limit_tokens: int) -> None:
+        super().__init__(
+            f"a prompt must leave room for one token in a context of {limit_tokens} tokens, got {prompt_tokens}"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit_tokens = limit_tokens
+
+
+class QueueFull(EngineError):
+    """The queue of waiting requests is at its bound."""
+
+
+class EngineClosed(EngineError):
+    """The engine takes no more requests."""
+
+
+class ExecutionError(EngineError):
+    """A forward pass failed for this request."""

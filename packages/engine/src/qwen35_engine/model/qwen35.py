@@ -1,0 +1,288 @@
+"""The Qwen3.5 text model: embeddings, layers of Gated DeltaNet or gated attention with a SwiGLU each, head.
+
+Reads top to bottom like the architecture. Two passes: ``prefill`` runs one chunk of one sequence, ``decode`` one token
+of each of several sequences. KV goes to pages of the page arena, recurrent state and conv history to a slot of the
+state arena; both are written in place. The mathematics is in ``qwen35_kernels``.
+
+Axis letters: T tokens of a chunk, B sequences of a decode round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import qwen35_kernels as kernels
+from qwen35_kernels import Tap
+
+from ..checkpoint.config import ModelConfig
+from ..memory import DeviceMemory
+from .weights import AttentionWeights, DeltaNetWeights, MLPWeights, ModelWeights
+
+__all__ = ["Qwen35Model"]
+
+
+class Qwen35Model:
+    """The forward pass over one set of weights and one device memory.
+
+    Stateless but for the arenas: who owns which page and slot is the caller's business.
+    """
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, memory: DeviceMemory) -> None:
+        self._config = config
+        self._weights = weights
+        self._memory = memory
+        self._frequencies = kernels.rotary_frequencies(rotary_dim=config.rotary_dim, theta=config.rope_theta).to(
+            weights.device
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        *,
+        tokens: Tensor,
+        base: int,
+        block_table: Tensor,
+        slot: int,
+        taps: Sequence[tuple[int, int]] = (),
+    ) -> Tensor:
+        """Run tokens ``base .. base + T`` of one sequence.
+
+        Args:
+            tokens: int64 ``[T]``.
+            base: tokens of the sequence whose KV and state exist already.
+            block_table: int64 ``[blocks]``, the page of each block; covers ``base + T`` tokens.
+            slot: state slot with the state after ``base`` tokens (zeros for 0); afterwards, after ``base + T``.
+            taps: ``(position, slot)`` pairs, ``base < position <= base + T``: the slot receives the complete state
+                image after that position.
+
+        Returns:
+            The last token's hidden state ``[hidden]``, before the final norm; ``logits`` reads it.
+        """
+        length = tokens.shape[0]
+        positions = torch.arange(base, base + length, device=tokens.device)
+        pass_ = _Prefill(
+            positions=positions,
+            pages=block_table[positions // kernels.BLOCK_TOKENS],
+            block_table=block_table,
+            base=base,
+            slot=slot,
+            taps=tuple(Tap(sequence=0, position=position, slot=tap_slot) for position, tap_slot in taps),
+        )
+        hidden = self._layers(tokens, positions, pass_)
+        continuation = self._memory.state_layout.hidden(self._memory.states)
+        continuation[slot] = hidden[-1]
+        for position, tap_slot in taps:
+            continuation[tap_slot] = hidden[position - base - 1]
+        return hidden[-1]
+
+    @torch.inference_mode()
+    def decode(self, *, tokens: Tensor, positions: Tensor, block_tables: Tensor, slots: Tensor) -> Tensor:
+        """Run one token of each of B sequences.
+
+        Args:
+            tokens: int64 ``[B]``.
+            positions: int64 ``[B]``, where each token stands; its KV row is written there.
+            block_tables: int64 ``[B, blocks]``, rows padded with page 0.
+            slots: int64 ``[B]``, distinct; the states are advanced in place.
+
+        Returns:
+            Hidden states ``[B, hidden]``, before the final norm; ``logits`` reads them.
+        """
+        blocks = (positions // kernels.BLOCK_TOKENS).unsqueeze(1)
+        pass_ = _Decode(
+            positions=positions,
+            pages=block_tables.gather(1, blocks).squeeze(1),
+            block_tables=block_tables,
+            slots=slots,
+        )
+        hidden = self._layers(tokens, positions, pass_)
+        self._memory.state_layout.hidden(self._memory.states)[slots] = hidden
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits fp32 ``[B, vocab]`` of hidden states ``[B, hidden]`` that ``prefill`` or ``decode`` returned."""
+        x = kernels.rms_norm(x=hidden, weight=self._weights.norm, eps=self._config.norm_eps)
+        return F.linear(x, self._weights.head).float()
+
+    def _layers(self, tokens: Tensor, positions: Tensor, pass_: _Prefill | _Decode) -> Tensor:
+        """Hidden states ``[T, hidden]`` after the last layer, before the final norm."""
+        config, weights = self._config, self._weights
+        cos, sin = kernels.rotary_tables(positions=positions, frequencies=self._frequencies)
+        hidden = F.embedding(tokens, weights.embedding)
+        linear_index = full_index = 0
+        for layer in weights.layers:
+            x = kernels.rms_norm(x=hidden, weight=layer.input_norm, eps=config.norm_eps)
+            if isinstance(layer.mixer, DeltaNetWeights):
+                hidden = hidden + self._delta_net(x, layer.mixer, linear_index, pass_)
+                linear_index += 1
+            else:
+                hidden = hidden + self._attention(x, layer.mixer, full_index, pass_, cos, sin)
+                full_index += 1
+            x = kernels.rms_norm(x=hidden, weight=layer.post_norm, eps=config.norm_eps)
+            hidden = hidden + _mlp(x, layer.mlp)
+        return hidden
+
+    def _delta_net(self, x: Tensor, weights: DeltaNetWeights, layer: int, pass_: _Prefill | _Decode) -> Tensor:
+        """Gated DeltaNet: causal conv over q, k, v; the gated delta rule; a norm gated by z."""
+        config, memory = self._config, self._memory
+        heads_k, heads_v = config.num_key_heads, config.num_value_heads
+        key_size, value_size = heads_k * config.key_dim, heads_v * config.value_dim
+        length = x.shape[0]
+        qkv, z, b, a = torch.split(
+            F.linear(x, weights.in_proj), [config.conv_channels, value_size, heads_v, heads_v], dim=-1
+        )
+        qkv = pass_.conv(qkv, weights.conv, memory.state_layout.conv(memory.states, layer))
+        q, k, v = torch.split(qkv, [key_size, key_size, value_size], dim=-1)
+        g, beta = kernels.delta_gates(a=a, b=b, a_log=weights.a_log, dt_bias=weights.dt_bias)
+        o = pass_.delta_rule(
+            q=q.view(length, heads_k, config.key_dim),
+            k=k.view(length, heads_k, config.key_dim),
+            v=v.view(length, heads_v, config.value_dim),
+            g=g,
+            beta=beta,
+            state=memory.state_layout.recurrent(memory.states, layer),
+        )
+        o = kernels.gated_rms_norm(
+            x=o,
+            gate=z.reshape(length, heads_v, config.value_dim),
+            weight=weights.norm,
+            eps=config.norm_eps,
+        )
+        return F.linear(o.view(length, value_size), weights.out_proj)
+
+    def _attention(
+        self,
+        x: Tensor,
+        weights: AttentionWeights,
+        layer: int,
+        pass_: _Prefill | _Decode,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
+        """Gated attention: norms and partial rotary on q and k, attention over pages, a sigmoid gate on the output."""
+        config, memory = self._config, self._memory
+        heads, heads_kv, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        length = x.shape[0]
+        q_gate, k, v = torch.split(
+            F.linear(x, weights.qkv_proj), [2 * heads * dim, heads_kv * dim, heads_kv * dim], dim=-1
+        )
+        q, gate = q_gate.view(length, heads, 2 * dim).chunk(2, dim=-1)
+        q, k = kernels.qk_norm_rotary(
+            q=q,
+            k=k.view(length, heads_kv, dim),
+            q_weight=weights.q_norm,
+            k_weight=weights.k_norm,
+            eps=config.norm_eps,
+            cos=cos,
+            sin=sin,
+        )
+        kernels.store_kv(
+            k=k,
+            v=v.view(length, heads_kv, dim),
+            arena=memory.pages,
+            layout=memory.page_layout,
+            layer=layer,
+            pages=pass_.pages,
+            rows=pass_.positions % kernels.BLOCK_TOKENS,
+        )
+        o = pass_.attention(q, memory, layer)
+        o = kernels.attention_gate(o=o, gate=gate)
+        return F.linear(o.reshape(length, heads * dim), weights.out_proj)
+
+
+def _mlp(x: Tensor, weights: MLPWeights) -> Tensor:
+    return F.linear(kernels.swiglu(gate_up=F.linear(x, weights.gate_up_proj)), weights.down_proj)
+
+
+class _Prefill:
+    """The ops of a prefill chunk of one sequence."""
+
+    def __init__(
+        self,
+        *,
+        positions: Tensor,
+        pages: Tensor,
+        block_table: Tensor,
+        base: int,
+        slot: int,
+        taps: tuple[Tap, ...],
+    ) -> None:
+        self.positions = positions
+        self.pages = pages
+        self._block_tables = block_table.unsqueeze(0)
+        self._cu_seqlens = (0, positions.shape[0])
+        self._bases = (base,)
+        self._slots = (slot,)
+        self._taps = taps
+
+    def conv(self, x: Tensor, weight: Tensor, history: Tensor) -> Tensor:
+        return kernels.causal_conv1d_prefill(
+            x=x,
+            weight=weight,
+            history=history,
+            slots=self._slots,
+            cu_seqlens=self._cu_seqlens,
+            bases=self._bases,
+            taps=self._taps,
+        )
+
+    def delta_rule(self, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+        return kernels.gated_delta_rule_prefill(
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            beta=beta,
+            state=state,
+            slots=self._slots,
+            cu_seqlens=self._cu_seqlens,
+            bases=self._bases,
+            taps=self._taps,
+        )
+
+    def attention(self, q: Tensor, memory: DeviceMemory, layer: int) -> Tensor:
+        return kernels.paged_attention_prefill(
+            q=q,
+            arena=memory.pages,
+            layout=memory.page_layout,
+            layer=layer,
+            block_tables=self._block_tables,
+            cu_seqlens=self._cu_seqlens,
+            bases=self._bases,
+        )
+
+
+class _Decode:
+    """The ops of a decode round."""
+
+    def __init__(self, *, positions: Tensor, pages: Tensor, block_tables: Tensor, slots: Tensor) -> None:
+        self.positions = positions
+        self.pages = pages
+        self._block_tables = block_tables
+        self._slots = slots
+        self._lengths = positions + 1
+
+    def conv(self, x: Tensor, weight: Tensor, history: Tensor) -> Tensor:
+        return kernels.causal_conv1d_step(x=x, weight=weight, history=history, slots=self._slots)
+
+    def delta_rule(self, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+        return kernels.gated_delta_rule_step(q=q, k=k, v=v, g=g, beta=beta, state=state, slots=self._slots)
+
+    def attention(self, q: Tensor, memory: DeviceMemory, layer: int) -> Tensor:
+        return kernels.paged_attention_decode(
+            q=q,
+            arena=memory.pages,
+            layout=memory.page_layout,
+            layer=layer,
+            block_tables=self._block_tables,
+            lengths=self._lengths,
+        )

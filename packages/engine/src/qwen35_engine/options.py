@@ -1,0 +1,158 @@
+"""The engine's options: what a caller may set, checked where it is written down, and what was made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qwen35_kernels import BLOCK_TOKENS
+
+from .checkpoint.config import ModelConfig
+from .errors import OptionError
+
+__all__ = ["OUTPUT_WINDOW_TOKENS", "EffectiveOptions", "EngineOptions"]
+
+# Output room a request holds from its admission on; beyond it, pages are taken one by one as they fill.
+OUTPUT_WINDOW_TOKENS = 4096
+
+# Snapshot slots beside one per lane and one for staging, as many as the taps a prompt may want at once.
+_EXTRA_SNAPSHOT_SLOTS = 4
+
+_DEFAULT_MAX_CONTEXT = 32_768
+_CPU_KV_BYTES = 2**30
+_CUDA_KV_SHARE = 0.85
+
+_DEVICES = ("auto", "cpu", "cuda")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What may be chosen. ``None`` means: derive it from the rest.
+
+    Attributes:
+        device: ``auto`` (CUDA where there is one), ``cpu`` or ``cuda``.
+        dtype: ``auto``, ``float32`` or ``bfloat16``, of weights, activations and KV. ``auto`` is float32
+            on a CPU, where it is the faster one, and for checkpoints that have it; bfloat16 otherwise.
+        threads: CPU threads of a forward pass; None leaves torch's own choice.
+        max_context: tokens of the longest sequence, prompt and output together.
+        max_concurrency: sequences that run at once, 1 to 256.
+        max_pending: requests that may wait; one more is refused.
+        prefill_chunk: tokens of a prompt that one step computes.
+        kv_capacity: tokens of KV in all, running and cached. None: 1 GiB of pages on a CPU, 85 % of the memory that is
+            free after loading on CUDA; at least one ``max_context``.
+        device_snapshot_slots: states the cache may keep, 1 to ``max_concurrency + 64``.
+        prefix_reuse: False computes every prompt from its first token and keeps nothing.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+    max_context: int | None = None
+    max_concurrency: int = 4
+    max_pending: int = 64
+    prefill_chunk: int = 1024
+    kv_capacity: int | None = None
+    device_snapshot_slots: int | None = None
+    prefix_reuse: bool = True
+
+    def __post_init__(self) -> None:
+        if self.device not in _DEVICES:
+            raise OptionError(f"device must be one of {', '.join(_DEVICES)}, got {self.device!r}")
+        if self.dtype not in ("auto", *_DTYPES):
+            raise OptionError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {self.dtype!r}")
+        _require_range("max_concurrency", self.max_concurrency, 1, 256)
+        _require_range("max_pending", self.max_pending, 0, 1_000_000)
+        _require_range("prefill_chunk", self.prefill_chunk, 1, 1_000_000)
+        if self.threads is not None:
+            _require_range("threads", self.threads, 1, 1024)
+        if self.max_context is not None:
+            _require_range("max_context", self.max_context, 2, 100_000_000)
+        if self.kv_capacity is not None:
+            _require_range("kv_capacity", self.kv_capacity, BLOCK_TOKENS, 2**40)
+        if self.device_snapshot_slots is not None:
+            _require_range("device_snapshot_slots", self.device_snapshot_slots, 1, self.max_concurrency + 64)
+
+    def resolve_device(self) -> torch.device:
+        """The device to run on.
+
+        Raises:
+            OptionError: ``cuda`` was asked for and there is none.
+        """
+        available = torch.cuda.is_available()
+        if self.device == "cuda" and not available:
+            raise OptionError("device must be auto or cpu where torch sees no CUDA device, got 'cuda'")
+        return torch.device("cuda" if available and self.device != "cpu" else "cpu")
+
+    def resolve_dtype(self, config: ModelConfig, device: torch.device) -> torch.dtype:
+        if self.dtype != "auto":
+            return _DTYPES[self.dtype]
+        if device.type == "cpu" or config.dtype == torch.float32:
+            return torch.float32
+        return torch.bfloat16
+
+    def resolve_sizes(self, config: ModelConfig, *, page_bytes: int, device: torch.device) -> EffectiveOptions:
+        """Fill in every size, once the weights are loaded and the rest of the memory is known.
+
+        Raises:
+            OptionError: sizes that contradict each other or the model.
+        """
+        capacity = self.kv_capacity
+        if capacity is None:
+            capacity = _automatic_kv_bytes(device) // page_bytes * BLOCK_TOKENS
+        if self.max_context is None:
+            max_context = min(config.max_position, _DEFAULT_MAX_CONTEXT)
+            if self.kv_capacity is not None:
+                max_context = min(max_context, capacity // BLOCK_TOKENS * BLOCK_TOKENS)
+        else:
+            max_context = self.max_context
+            if max_context > config.max_position:
+                raise OptionError(
+                    f"max_context must be at most the model's {config.max_position} positions, got {max_context}"
+                )
+        context_blocks = -(-max_context // BLOCK_TOKENS)
+        num_blocks = max(capacity // BLOCK_TOKENS, self.max_concurrency)
+        if num_blocks < context_blocks:
+            if self.kv_capacity is not None:
+                raise OptionError(
+                    f"kv_capacity must hold one max_context of {max_context} tokens, got {self.kv_capacity}"
+                )
+            num_blocks = context_blocks
+        return EffectiveOptions(
+            max_context=max_context,
+            max_concurrency=self.max_concurrency,
+            max_pending=self.max_pending,
+            prefill_chunk=self.prefill_chunk,
+            num_blocks=num_blocks,
+            snapshot_slots=self.device_snapshot_slots or self.max_concurrency + 1 + _EXTRA_SNAPSHOT_SLOTS,
+            prefix_reuse=self.prefix_reuse,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EffectiveOptions:
+    """Every size in force. ``num_blocks`` is the KV capacity in blocks of 64 tokens."""
+
+    max_context: int
+    max_concurrency: int
+    max_pending: int
+    prefill_chunk: int
+    num_blocks: int
+    snapshot_slots: int
+    prefix_reuse: bool
+
+
+def _automatic_kv_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        return int(free * _CUDA_KV_SHARE)
+    return _CPU_KV_BYTES
+
+
+def _require_range(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise OptionError(f"{name} must be between {low} and {high}, got {value!r}")

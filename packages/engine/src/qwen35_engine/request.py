@@ -1,0 +1,175 @@
+"""What a caller asks for, and the stream through which the answer comes back."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .errors import EngineError, RequestError
+
+__all__ = [
+    "Event",
+    "Failed",
+    "FinishReason",
+    "Finished",
+    "GenerationRequest",
+    "NewTokens",
+    "SamplingParams",
+    "Started",
+    "TokenStream",
+    "Usage",
+]
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the next token is drawn.
+
+    Attributes:
+        temperature: 0 takes the most likely token, up to 100.
+        top_k: keep the k most likely tokens, 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
+        min_p: drop tokens less likely than this share of the most likely one, in [0, 1].
+        seed: any 64-bit integer; equal seeds give equal tokens for equal logits. None draws a fresh one.
+
+    Raises:
+        RequestError: a value out of its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.temperature <= 100, "temperature must be between 0 and 100", self.temperature)
+        _require(0 <= self.top_k < 2**31, "top_k must be between 0 and 2147483647", self.top_k)
+        _require(0 < self.top_p <= 1, "top_p must be above 0 and at most 1", self.top_p)
+        _require(0 <= self.min_p <= 1, "min_p must be between 0 and 1", self.min_p)
+        if self.seed is not None:
+            _require(-(2**63) <= self.seed < 2**63, "seed must be a signed 64-bit integer", self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One prompt to continue.
+
+    Attributes:
+        tokens: the prompt, as token ids.
+        sampling: how tokens are drawn.
+        max_tokens: output tokens at most; None allows what the context holds.
+        stop_token_ids: a token of these ends the answer and belongs to it.
+        namespace: the isolation domain; nothing is shared between two of them.
+        tap_positions: positions of the prompt from which a later prompt may well continue differently, such as the
+            start of the generation opener. A snapshot is taken there.
+        reuse: False computes everything and leaves nothing behind.
+    """
+
+    tokens: Sequence[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    namespace: bytes = b""
+    tap_positions: tuple[int, ...] = ()
+    reuse: bool = True
+
+    def __post_init__(self) -> None:
+        _require(len(self.tokens) >= 1, "a prompt must have at least one token", len(self.tokens))
+        if self.max_tokens is not None:
+            _require(self.max_tokens >= 1, "max_tokens must be at least 1", self.max_tokens)
+        for position in self.tap_positions:
+            _require(1 <= position <= len(self.tokens), "a tap position must lie inside the prompt", position)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a request cost. ``cached_tokens`` are prompt tokens that were not computed, no more and no less."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Started:
+    """The request runs; how many of its prompt tokens are skipped is decided now."""
+
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Finished:
+    reason: FinishReason
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class Failed:
+    error: EngineError
+
+
+Event = Started | NewTokens | Finished | Failed
+
+
+class TokenStream:
+    """The events of one request, in order: at most one ``Started``, ``NewTokens``, then one ``Finished`` or ``Failed``.
+
+    Written by the engine's worker, read by one reader on any thread. ``notify`` is called on the worker after each
+    event and must return at once; an asynchronous reader schedules its own wake-up there and calls ``take``.
+    """
+
+    def __init__(self, request_id: int, cancel: Callable[[int], None], notify: Callable[[], None] | None) -> None:
+        self.request_id = request_id
+        self._cancel = cancel
+        self._notify = notify
+        self._events: deque[Event] = deque()
+        self._changed = threading.Condition()
+        self._ended = False
+
+    def take(self) -> list[Event]:
+        """The events that came since the last call; never waits."""
+        with self._changed:
+            events = list(self._events)
+            self._events.clear()
+            return events
+
+    def __iter__(self) -> Iterator[Event]:
+        """Wait for events and yield them up to and including the last."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._events)
+                event = self._events.popleft()
+            yield event
+            if isinstance(event, Finished | Failed):
+                return
+
+    def cancel(self) -> None:
+        """Stop the request soon; it still ends with a last event. No effect after the end."""
+        self._cancel(self.request_id)
+
+    def put(self, event: Event) -> None:
+        """Append an event (the engine only). Nothing comes after the last one."""
+        with self._changed:
+            if self._ended:
+                return
+            self._ended = isinstance(event, Finished | Failed)
+            self._events.append(event)
+            self._changed.notify_all()
+        if self._notify is not None:
+            self._notify()
+
+
+def _require(holds: bool, constraint: str, value: object) -> None:
+    if not holds:
+        raise RequestError(f"{constraint}, got {value!r}")

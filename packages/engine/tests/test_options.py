@@ -1,0 +1,95 @@
+"""Options: refused where they are written, and what is derived from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from qwen35_engine import EngineOptions, OptionError
+from qwen35_engine.checkpoint.config import ModelConfig
+
+CONFIG = ModelConfig(
+    vocab_size=10,
+    hidden_size=8,
+    intermediate_size=8,
+    layer_kinds=("linear_attention", "full_attention"),
+    norm_eps=1e-6,
+    tied_head=True,
+    max_position=40_000,
+    dtype=torch.bfloat16,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    rotary_dim=4,
+    rope_theta=1e4,
+    num_key_heads=1,
+    num_value_heads=1,
+    key_dim=8,
+    value_dim=8,
+    conv_width=4,
+    weight_prefix="model.",
+    eos_token_ids=frozenset(),
+)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "complaint"),
+    [
+        ("max_concurrency", 0, "max_concurrency must be between 1 and 256, got 0"),
+        ("max_concurrency", 257, "max_concurrency must be between 1 and 256, got 257"),
+        ("max_concurrency", True, "max_concurrency must be between 1 and 256, got True"),
+        ("max_pending", -1, "max_pending must be between 0 and 1000000, got -1"),
+        ("prefill_chunk", 0, "prefill_chunk must be between 1 and 1000000, got 0"),
+        ("threads", 0, "threads must be between 1 and 1024, got 0"),
+        ("max_context", 1, "max_context must be between 2 and 100000000, got 1"),
+        ("kv_capacity", 63, "kv_capacity must be between 64 and"),
+        ("device_snapshot_slots", 0, "device_snapshot_slots must be between 1 and 68, got 0"),
+        ("device_snapshot_slots", 69, "device_snapshot_slots must be between 1 and 68, got 69"),
+        ("device", "tpu", "device must be one of auto, cpu, cuda, got 'tpu'"),
+        ("dtype", "float64", "dtype must be one of auto, float32, bfloat16, got 'float64'"),
+    ],
+)
+def test_a_value_out_of_range_names_option_bound_and_value(option: str, value: Any, complaint: str) -> None:
+    with pytest.raises(OptionError, match=complaint):
+        EngineOptions(**{option: value})
+
+
+def test_what_is_unset_is_derived() -> None:
+    sizes = EngineOptions().resolve_sizes(CONFIG, page_bytes=2**20, device=CPU)
+    assert sizes.num_blocks == 1024  # 1 GiB of pages
+    assert sizes.max_context == 32_768
+    assert sizes.snapshot_slots == 4 + 1 + 4
+
+
+def test_the_capacity_always_holds_one_context() -> None:
+    sizes = EngineOptions(max_context=10_000).resolve_sizes(CONFIG, page_bytes=2**30, device=CPU)
+    assert sizes.num_blocks == 157
+
+
+def test_a_given_capacity_bounds_the_context() -> None:
+    sizes = EngineOptions(kv_capacity=1000).resolve_sizes(CONFIG, page_bytes=2**20, device=CPU)
+    assert (sizes.num_blocks, sizes.max_context) == (15, 960)
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(OptionError, match="kv_capacity must hold one max_context of 4096 tokens, got 4000"):
+        EngineOptions(kv_capacity=4000, max_context=4096).resolve_sizes(CONFIG, page_bytes=1, device=CPU)
+    with pytest.raises(OptionError, match="max_context must be at most the model's 40000 positions, got 40001"):
+        EngineOptions(max_context=40_001).resolve_sizes(CONFIG, page_bytes=1, device=CPU)
+
+
+def test_the_dtype_on_a_cpu_is_float32_unless_asked_otherwise() -> None:
+    assert EngineOptions().resolve_dtype(CONFIG, CPU) == torch.float32
+    assert EngineOptions(dtype="bfloat16").resolve_dtype(CONFIG, CPU) == torch.bfloat16
+    assert EngineOptions().resolve_dtype(replace(CONFIG, dtype=torch.float16), CPU) == torch.float32
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_where_there_is_none() -> None:
+    with pytest.raises(OptionError, match="device must be auto or cpu where torch sees no CUDA device"):
+        EngineOptions(device="cuda").resolve_device()
+    assert EngineOptions().resolve_device() == CPU

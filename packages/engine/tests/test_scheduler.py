@@ -1,0 +1,59 @@
+"""The step's plan is a pure function of the lanes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qwen35_engine.scheduler import LaneView, PrefillChunk, StepPlan, plan_step
+
+
+def view(lane: int, computed: int, prompt_tokens: int) -> LaneView:
+    return LaneView(lane=lane, computed=computed, prompt_tokens=prompt_tokens)
+
+
+def plan(*views: LaneView, prefill_chunk: int = 128) -> StepPlan:
+    return plan_step(views, prefill_chunk=prefill_chunk, block_tokens=64)
+
+
+def test_nothing_to_do() -> None:
+    assert plan() == StepPlan(None, ())
+
+
+def test_the_oldest_prompt_gets_the_chunk_and_every_finished_prompt_a_token() -> None:
+    views = [view(7, 0, 500), view(3, 90, 90), view(5, 64, 200), view(4, 130, 100)]
+    assert plan(*views) == StepPlan(PrefillChunk(5, 64, 192), (3, 4))
+
+
+def test_chunks_end_at_block_borders_until_the_last() -> None:
+    ends, computed = [], 70
+    while computed < 400:
+        chunk = plan(view(1, computed, 400)).prefill
+        assert chunk is not None
+        ends.append(chunk.end)
+        computed = chunk.end
+    assert ends == [192, 320, 400]
+
+
+def test_a_chunk_smaller_than_a_block_still_moves() -> None:
+    assert plan(view(1, 70, 400), prefill_chunk=10).prefill == PrefillChunk(1, 70, 80)
+    assert plan(view(1, 120, 400), prefill_chunk=10).prefill == PrefillChunk(1, 120, 128)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), max_size=6),
+    st.integers(1, 200),
+)
+def test_every_plan_is_sound(sizes: list[tuple[int, int]], prefill_chunk: int) -> None:
+    views = [view(lane, min(computed, prompt + 5), prompt) for lane, (computed, prompt) in enumerate(sizes)]
+    made = plan(*views, prefill_chunk=prefill_chunk)
+    by_lane = {v.lane: v for v in views}
+    unfinished = [v.lane for v in views if v.computed < v.prompt_tokens]
+    assert set(made.decode) == set(by_lane) - set(unfinished)
+    if made.prefill is None:
+        assert not unfinished
+    else:
+        assert made.prefill.lane == min(unfinished)
+        lane = by_lane[made.prefill.lane]
+        assert lane.computed == made.prefill.begin < made.prefill.end <= lane.prompt_tokens
+        assert made.prefill.end - made.prefill.begin <= prefill_chunk

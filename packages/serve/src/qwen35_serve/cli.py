@@ -1,0 +1,159 @@
+"""``qwen35-serve``: read the command line, load the model, serve until told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+
+from qwen35_engine import CheckpointError, Engine, EngineOptions, OptionError
+from qwen35_engine.demo import demo_folder
+
+from .app import create_app
+from .text import ChatText
+
+__all__ = ["main"]
+
+_USAGE_ERROR = 2
+_GRACE_SECONDS = 5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server. Returns the exit code: 0 after an orderly stop, 2 when it cannot start as asked."""
+    args = _parser().parse_args(arguments)
+    logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        return _serve(args)
+    except (CheckpointError, OptionError, _CannotListen) as error:
+        print(f"qwen35-serve: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qwen35-serve",
+        description="Serve a Qwen3.5 model over an OpenAI-compatible API, with exact prefix reuse.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="a model folder in the Hugging Face layout, or 'demo'")
+    add("--served-model-name", default=None, help="the name clients use; by default the folder's")
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=int, default=8080, help="port to listen on, 0 for any free one")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16"),
+        help="of weights, activations and KV",
+    )
+    add("--threads", type=int, default=None, help="CPU threads of a forward pass; by default torch decides")
+    add(
+        "--max-context",
+        type=int,
+        default=None,
+        help="tokens of the longest sequence; by default the model's, at most 32768",
+    )
+    add(
+        "--max-concurrency",
+        type=int,
+        default=EngineOptions.max_concurrency,
+        help="sequences that run at once",
+    )
+    add("--max-pending-requests", type=int, default=EngineOptions.max_pending, help="requests that may wait")
+    add(
+        "--prefill-chunk",
+        type=int,
+        default=EngineOptions.prefill_chunk,
+        help="prompt tokens computed in one step",
+    )
+    add(
+        "--kv-capacity",
+        type=int,
+        default=None,
+        help="tokens of KV in all; by default derived from the memory",
+    )
+    add("--device-snapshot-slots", type=int, default=None, help="states the cache keeps; by default derived")
+    add("--no-prefix-reuse", action="store_true", help="compute every prompt from its first token")
+    add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what to log")
+    return parser
+
+
+def _serve(args: argparse.Namespace) -> int:
+    options = EngineOptions(
+        device=args.device,
+        dtype=args.dtype,
+        threads=args.threads,
+        max_context=args.max_context,
+        max_concurrency=args.max_concurrency,
+        max_pending=args.max_pending_requests,
+        prefill_chunk=args.prefill_chunk,
+        kv_capacity=args.kv_capacity,
+        device_snapshot_slots=args.device_snapshot_slots,
+        prefix_reuse=not args.no_prefix_reuse,
+    )
+    folder = demo_folder() if args.model == "demo" else Path(args.model).absolute()
+    name = args.served_model_name or (args.model if args.model == "demo" else folder.name)
+    # The port is taken before the model is loaded: a busy one should not cost a minute to find out.
+    with _listen(args.host, args.port) as listener, Engine.from_folder(folder, options) as engine:
+        text = ChatText(folder, vocab_size=engine.config.vocab_size)
+        app = create_app(engine, text, model_name=name, created=int(time.time()))
+        config = uvicorn.Config(
+            app,
+            log_level=args.log_level,
+            access_log=False,
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+            lifespan="off",
+        )
+        _print_address(listener, args.host, name)
+        # uvicorn stops on these signals and then raises them once more; by then there is nothing left to interrupt,
+        # and the engine is still to be closed.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        uvicorn.Server(config).run(sockets=[listener])
+    return 0
+
+
+class _CannotListen(Exception):
+    pass
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise _CannotListen(f"--port must be between 0 and 65535, got {port}")
+    try:
+        family, kind, proto, _name, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        raise _CannotListen(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    return listener
+
+
+def _print_address(listener: socket.socket, host: str, name: str) -> None:
+    port = listener.getsockname()[1]
+    at = f"[{host}]" if ":" in host else host
+    body = {
+        "model": name,
+        "messages": [{"role": "user", "content": "Hello!"}],
+        "max_tokens": 32,
+        "reasoning_effort": "none",
+    }
+    print(f"Serving {name} at http://{at}:{port}/v1 - try:\n", flush=True)
+    print(
+        f"curl http://{at}:{port}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"  -d '{json.dumps(body)}'\n",
+        flush=True,
+    )

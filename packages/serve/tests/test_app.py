@@ -1,0 +1,127 @@
+"""Routes, body limits and error shapes, in process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+import qwen35_serve.app
+from qwen35_engine import Engine, EngineOptions
+from qwen35_engine.demo import demo_folder
+from qwen35_serve import ChatText, create_app
+
+BODY = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.from_folder(demo_folder(), EngineOptions(threads=1, max_context=512)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def app(engine: Engine) -> Starlette:
+    return create_app(
+        engine, ChatText(demo_folder(), vocab_size=engine.config.vocab_size), model_name="demo", created=7
+    )
+
+
+def send(app: Starlette, method: str, path: str, **options: Any) -> httpx.Response:
+    async def request() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.request(method, path, timeout=60, **options)
+
+    return asyncio.run(request())
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def test_health_and_models(app: Starlette) -> None:
+    assert send(app, "GET", "/health").json() == {"status": "ok"}
+    card = {"id": "demo", "object": "model", "created": 7, "owned_by": "qwen35-serve"}
+    assert send(app, "GET", "/v1/models").json() == {"object": "list", "data": [card]}
+    assert send(app, "GET", "/v1/models/demo").json() == card
+
+
+def test_a_stream_is_server_sent_events(app: Starlette) -> None:
+    response = send(app, "POST", "/v1/chat/completions", json=BODY | {"stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = response.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    first, *_, last = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert last["choices"][0]["finish_reason"] in ("length", "stop")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/nothing", 404, "not_found"),
+        ("GET", "/v1/models/other", 404, "model_not_found"),
+    ],
+)
+def test_wrong_routes_have_openais_shape(app: Starlette, method: str, path: str, status: int, code: str) -> None:
+    response = send(app, method, path)
+    assert response.status_code == status
+    assert error_of(response)["code"] == code
+
+
+def test_malformed_json_is_400(app: Starlette) -> None:
+    response = send(app, "POST", "/v1/chat/completions", content=b"{")
+    assert response.status_code == 400
+    assert error_of(response) == {
+        "message": "the request body must be JSON",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "invalid_json",
+    }
+
+
+def test_a_prompt_as_long_as_the_context_is_400(app: Starlette) -> None:
+    body = BODY | {"messages": [{"role": "user", "content": "a b " * 400}]}
+    response = send(app, "POST", "/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "context_length_exceeded"
+
+
+def test_a_body_over_the_limit_is_413(app: Starlette, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qwen35_serve.app, "_MAX_BODY_BYTES", 100)
+    response = send(app, "POST", "/v1/chat/completions", content=b" " * 101)
+    assert response.status_code == 413
+    assert error_of(response)["code"] == "body_too_large"
+
+
+def test_a_fault_of_the_server_is_a_500_that_tells_nothing(
+    app: Starlette, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("secret detail")
+
+    monkeypatch.setattr(engine, "submit", broken)
+    response = send(app, "POST", "/v1/chat/completions", json=BODY)
+    assert response.status_code == 500
+    assert error_of(response)["code"] == "internal_error"
+    assert "secret" not in response.text
+    assert "secret" not in "".join(record.getMessage() for record in caplog.records)
+
+
+def test_a_closed_engine_is_503() -> None:
+    engine = Engine.from_folder(demo_folder(), EngineOptions(threads=1, max_context=512))
+    app = create_app(engine, ChatText(demo_folder(), vocab_size=engine.config.vocab_size), model_name="demo", created=0)
+    engine.close()
+    assert send(app, "GET", "/health").status_code == 503
+    response = send(app, "POST", "/v1/chat/completions", json=BODY)
+    assert response.status_code == 503
+    assert error_of(response)["code"] == "engine_closed"

@@ -1,0 +1,103 @@
+"""The command line: what it prints, how it ends, and one line for what cannot start."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from qwen35_engine.demo import demo_folder
+from server_process import running_server
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "qwen35_serve", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_the_printed_curl_works_and_sigterm_ends_in_order() -> None:
+    with running_server() as server:
+        assert f"Serving demo at {server.url}/v1" in server.banner
+        words = shlex.split(server.banner[server.banner.index("curl") :].replace("\\\n", " "))
+        assert words[:2] == ["curl", f"{server.url}/v1/chat/completions"]
+        body = json.loads(words[words.index("-d") + 1])
+        answer = httpx.post(words[1], json=body, timeout=60).json()
+        assert answer["choices"][0]["message"]["role"] == "assistant"
+        assert answer["usage"]["completion_tokens"] > 0
+        assert server.stop(signal.SIGTERM) == 0
+
+
+def test_sigint_ends_in_order_while_an_answer_runs() -> None:
+    with running_server() as server:
+        body = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": "x"}],
+            "max_tokens": 30_000,
+            "stream": True,
+            "temperature": 0,
+        }
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as response:
+            next(response.iter_lines())
+            assert server.stop(signal.SIGINT) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--model", "/no/such/folder"], "/no/such/folder: not a folder"),
+        (["--model", "demo", "--max-concurrency", "0"], "max_concurrency must be between 1 and 256, got 0"),
+        (["--model", "demo", "--max-context", "99999"], "max_context must be at most the model's 32768 positions"),
+        (["--model", "demo", "--port", "99999"], "--port must be between 0 and 65535, got 99999"),
+        (["--model", "demo", "--host", "203.0.113.1"], "cannot listen on 203.0.113.1 port 8080"),
+    ],
+)
+def test_one_line_and_exit_code_2(arguments: list[str], complaint: str) -> None:
+    result = run(*arguments)
+    assert result.returncode == 2
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("INFO")]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"qwen35-serve: {complaint}")
+    assert result.stdout == ""
+
+
+def test_a_busy_port_is_found_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("--model", "/no/such/folder", "--port", str(port))
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"qwen35-serve: cannot listen on 127.0.0.1 port {port}")
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("config.json", "config.json: no such file"),
+        ("model.safetensors", "no *.safetensors file"),
+        ("tokenizer.json", "no usable tokenizer"),
+        ("chat_template.jinja", "no chat_template.jinja"),
+    ],
+)
+def test_an_incomplete_folder_is_one_line(tmp_path: Path, name: str, complaint: str) -> None:
+    folder = shutil.copytree(demo_folder(), tmp_path / "model")
+    (folder / name).unlink()
+    result = run("--model", str(folder), "--port", "0")
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert complaint in result.stderr.splitlines()[-1]
+
+
+def test_a_folder_is_served_under_its_name_or_a_given_one(tmp_path: Path) -> None:
+    folder = shutil.copytree(demo_folder(), tmp_path / "my-model")
+    with running_server(model=str(folder)) as server:
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "my-model"
+    with running_server("--served-model-name", "other", model=str(folder)) as server:
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "other"

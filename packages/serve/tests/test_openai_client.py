@@ -1,0 +1,194 @@
+"""The official ``openai`` client against a server process."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from server_process import Server, running_server
+
+SYSTEM = {"role": "system", "content": "You answer briefly. " + "Remember every locker and its owner. " * 20}
+FAST: dict[str, Any] = {"model": "demo", "temperature": 0, "reasoning_effort": "none"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running_server("--max-concurrency", "2", "--max-pending-requests", "1") as server:
+        yield server
+        assert server.process.poll() is None, "the server died during the tests"
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def ask(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").id == "demo"
+    with pytest.raises(openai.NotFoundError, match="this server serves 'demo'"):
+        client.models.retrieve("other")
+
+
+def test_an_answer(client: OpenAI) -> None:
+    answer = client.chat.completions.create(messages=[ask("Who has locker 7?")], max_tokens=8, **FAST)
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].finish_reason in ("length", "stop")
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 8
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_stream_says_the_same_as_the_whole_answer(client: OpenAI) -> None:
+    messages = [SYSTEM, ask("Stream or not?")]
+    whole = client.chat.completions.create(messages=messages, max_tokens=24, **FAST)
+    stream = client.chat.completions.create(
+        messages=messages, max_tokens=24, stream=True, stream_options={"include_usage": True}, **FAST
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_usage_comes_only_when_asked_for(client: OpenAI) -> None:
+    stream = client.chat.completions.create(messages=[ask("usage?")], max_tokens=3, stream=True, **FAST)
+    assert all(chunk.choices and chunk.usage is None for chunk in stream)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("streaming", [True, False])
+def test_the_second_turn_computes_only_what_is_new(client: OpenAI, thinking: bool, streaming: bool) -> None:
+    """Also with thinking, which the template strips from the history: then the state before the opener serves."""
+    options = FAST | {"reasoning_effort": "medium" if thinking else "none", "max_tokens": 12}
+    opening = f"First turn, thinking {thinking}, streaming {streaming}: Ana has locker 42."
+    messages: list[Any] = [SYSTEM, ask(opening)]
+    first = client.chat.completions.create(messages=messages, **options)
+    assert first.usage is not None
+    messages += [{"role": "assistant", "content": first.choices[0].message.content or "Noted."}, ask("Which one?")]
+    if streaming:
+        chunks = list(
+            client.chat.completions.create(
+                messages=messages, stream=True, stream_options={"include_usage": True}, **options
+            )
+        )
+        usage = chunks[-1].usage
+    else:
+        usage = client.chat.completions.create(messages=messages, **options).usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    cached = usage.prompt_tokens_details.cached_tokens
+    assert cached is not None
+    # Everything up to the opener of the first answer, which is all of the first prompt but a handful of tokens.
+    assert first.usage.prompt_tokens - 10 <= cached < usage.prompt_tokens
+
+
+def test_the_first_turn_of_a_new_prefix_has_nothing_cached(client: OpenAI) -> None:
+    usage = client.chat.completions.create(messages=[ask("zebra " * 100)], max_tokens=1, **FAST).usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_a_warm_answer_is_the_cold_answer(client: OpenAI) -> None:
+    with running_server("--no-prefix-reuse") as cold_server:
+        cold = OpenAI(base_url=f"{cold_server.url}/v1", api_key="unused", max_retries=0, timeout=60)
+        messages: list[Any] = [SYSTEM]
+        for turn in range(3):
+            messages.append(ask(f"Turn {turn}: what is in the suitcase of Ben?"))
+            options: dict[str, Any] = {"messages": messages, "max_tokens": 20, **FAST}
+            warm_answer, cold_answer = (c.chat.completions.create(**options) for c in (client, cold))
+            text = cold_answer.choices[0].message.content
+            assert warm_answer.choices[0].message.content == text
+            assert cold_answer.usage is not None
+            assert cold_answer.usage.prompt_tokens_details is not None
+            assert cold_answer.usage.prompt_tokens_details.cached_tokens == 0
+            messages.append({"role": "assistant", "content": text or "."})
+        cold.close()
+
+
+def test_seeds_repeat_and_differ(client: OpenAI) -> None:
+    def drawn(seed: int) -> str | None:
+        options = FAST | {"temperature": 1.0, "seed": seed, "max_tokens": 16}
+        return client.chat.completions.create(messages=[ask("Anything.")], **options).choices[0].message.content
+
+    assert drawn(1) == drawn(1)
+    assert len({drawn(seed) for seed in range(1, 5)}) > 1
+
+
+def test_stop_strings_end_the_answer_before_them(client: OpenAI) -> None:
+    options: dict[str, Any] = {"messages": [ask("Go on.")], "max_tokens": 40, **FAST}
+    text = client.chat.completions.create(**options).choices[0].message.content
+    assert text is not None
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    answer = client.chat.completions.create(stop=[stop], **options).choices[0]
+    assert answer.finish_reason == "stop"
+    assert answer.message.content == text[: text.index(stop)]
+
+
+def test_closing_a_stream_frees_the_lane(client: OpenAI) -> None:
+    """Two endless answers hold both lanes; a third request can only be answered because their clients left."""
+    endless: dict[str, Any] = {"max_tokens": 30_000, "stream": True, **FAST}
+    streams = [client.chat.completions.create(messages=[ask(f"endless {i}")], **endless) for i in range(2)]
+    for stream in streams:
+        next(stream)
+    for stream in streams:
+        stream.close()
+    answer = client.chat.completions.create(messages=[ask("and now?")], max_tokens=2, **FAST)
+    assert answer.usage is not None
+
+
+def test_a_client_that_hangs_up_on_a_whole_answer_frees_the_lane(client: OpenAI) -> None:
+    impatient = client.with_options(timeout=2)
+    for i in range(2):
+        with pytest.raises(openai.APITimeoutError):
+            impatient.chat.completions.create(messages=[ask(f"too long {i}")], max_tokens=30_000, **FAST)
+    answer = client.chat.completions.create(messages=[ask("still there?")], max_tokens=2, **FAST)
+    assert answer.usage is not None
+
+
+def test_a_full_queue_is_429(client: OpenAI) -> None:
+    endless: dict[str, Any] = {"max_tokens": 30_000, "stream": True, **FAST}
+    streams = [client.chat.completions.create(messages=[ask(f"busy {i}")], **endless) for i in range(2)]
+    for stream in streams:  # both run
+        next(stream)
+        next(stream)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        third = client.chat.completions.create(messages=[ask("waiting")], **(endless | {"max_tokens": 2}))
+        waiting = pool.submit(list, third)  # waits: there is room for one
+        with pytest.raises(openai.RateLimitError, match="at most 1 requests may wait") as caught:
+            client.chat.completions.create(messages=[ask("one too many")], max_tokens=1, **FAST)
+        assert caught.value.code == "server_overloaded"
+        for stream in streams:
+            stream.close()
+        assert waiting.result(timeout=60)
+
+
+def test_errors_have_openais_shape(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="this server serves 'demo'") as missing:
+        client.chat.completions.create(messages=[ask("x")], **(FAST | {"model": "gpt-5"}))
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="context of 32768 tokens") as long:
+        client.chat.completions.create(messages=[ask("long " * 40_000)], **FAST)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="temperature") as bad:
+        client.chat.completions.create(messages=[ask("x")], **(FAST | {"temperature": 9}))
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError, match="a system message must come first"):
+        client.chat.completions.create(messages=[ask("x"), SYSTEM], **FAST)

@@ -1,0 +1,32 @@
+"""The pages point at things that exist, and say nothing of the machine they were written on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md", "packages/*/examples/*.md")
+    for path in ROOT.glob(pattern)
+)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.strip()
+    targets = [link.split("#")[0] for link in LINK.findall(text) if "://" not in link and not link.startswith("#")]
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_every_package_readme_says_what_it_owns() -> None:
+    for readme in ROOT.glob("packages/*/README.md"):
+        text = readme.read_text(encoding="utf-8")
+        for heading in ("## Install", "## Owns", "## Does not own", "## Invariants", "## Where to make changes"):
+            assert f"\n{heading}\n" in text, f"{readme.parent.name}: {heading}"
