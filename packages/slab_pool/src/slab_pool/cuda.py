@@ -12,6 +12,7 @@ from slab_pool.memory import Registrar
 from slab_pool.streams import DEFAULT_MAX_IN_FLIGHT_BYTES, CopyStream
 from slab_pool.tickets import Ticket
 from slab_pool.transports import (
+    EnqueueCopy,
     RecordCopy,
     Transport,
     Trial,
@@ -106,7 +107,7 @@ class CudaCopyStream(CopyStream):
     used: torch's own 2-D copy, the CUDA runtime's, `record_copy` (from the caller: a kernel, for instance),
     one copy a row. `transport` names it and `trials` says what was seen; `transport=` skips the trial.
 
-    `cuda` is a seam for tests: what `torch.cuda` offers.
+    `cuda` (what `torch.cuda` offers), `contiguous` and `registrar` are seams for tests.
     """
 
     def __init__(
@@ -116,12 +117,14 @@ class CudaCopyStream(CopyStream):
         max_in_flight_bytes: int = DEFAULT_MAX_IN_FLIGHT_BYTES,
         record_copy: RecordCopy | None = None,
         transport: Transport | None = None,
+        contiguous: EnqueueCopy = enqueue_with_torch,
         registrar: Registrar | None = None,
         cuda: Any = torch.cuda,
     ) -> None:
         super().__init__(max_in_flight_bytes=max_in_flight_bytes)
         self.device = torch.device(device)
         self._cuda = cuda
+        self._contiguous = contiguous
         self._stream = cuda.Stream(device=self.device)
         self.trials: tuple[Trial, ...] = ()
         if transport is None:
@@ -179,10 +182,8 @@ class CudaCopyStream(CopyStream):
                 begin.record(self._stream)
                 for part in batch.parts:
                     for copy in part.copies:
-                        if copy.rows == 1:
-                            enqueue_with_torch(copy, batch.direction)
-                        else:
-                            self.transport.enqueue(copy, batch.direction)
+                        enqueue = self._contiguous if copy.rows == 1 else self.transport.enqueue
+                        enqueue(copy, batch.direction)
                     event = self._cuda.Event(enable_timing=True)
                     event.record(self._stream)
                     events.append(event)

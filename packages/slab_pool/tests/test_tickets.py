@@ -1,0 +1,60 @@
+"""Tickets and their parts, over a completion that a test moves by hand."""
+
+import pytest
+
+from slab_pool import CopyBatch, CopyFailed, Direction, Ticket
+from slab_pool.cpu import HostCompletion
+
+
+def make(num_parts=3):
+    completion = HostCompletion(num_parts)
+    batch = CopyBatch.of(Direction.DEVICE_TO_HOST, [(f"part {index}", []) for index in range(num_parts)])
+    return Ticket(8, batch, completion), completion
+
+
+def test_parts_become_ready_in_order():
+    ticket, completion = make()
+    assert ticket.num_parts == 3
+    for landed in range(4):
+        assert [ticket.part(index).ready() for index in range(3)] == [index < landed for index in range(3)]
+        assert not ticket.done()
+        if landed < 3:
+            completion.land_part()
+    completion.finish(seconds=0.5)
+    assert ticket.done()
+    assert ticket.error is None
+    assert ticket.result().seconds == 0.5
+    assert ticket.result() is ticket.result()
+
+
+@pytest.mark.parametrize("index", [-1, 3])
+def test_a_part_beyond_the_batch_is_an_index_error(index):
+    ticket, _ = make()
+    with pytest.raises(IndexError, match=f"part: index must be between 0 and 2, got {index}"):
+        ticket.part(index)
+
+
+def test_the_error_names_batch_direction_and_part():
+    ticket, completion = make()
+    completion.land_part()
+    completion.finish(error=OSError("bus"))
+    assert ticket.done()
+    with pytest.raises(CopyFailed) as caught:
+        ticket.result()
+    assert caught.value.ticket is ticket
+    assert isinstance(caught.value.__cause__, OSError)
+    for piece in ("copy batch 8", "device_to_host", "part 1", "'part 1'", "bus"):
+        assert piece in str(caught.value)
+    ticket.part(0).wait()
+    for index in (1, 2):
+        assert not ticket.part(index).ready()
+        with pytest.raises(CopyFailed):
+            ticket.part(index).wait()
+
+
+def test_an_error_after_the_last_part_names_the_last_part():
+    ticket, completion = make(1)
+    completion.land_part()
+    completion.finish(error=OSError("late"))
+    with pytest.raises(CopyFailed, match="failed in part 1 \\('part 0'\\) of 1"):
+        ticket.result()
