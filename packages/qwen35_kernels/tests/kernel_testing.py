@@ -6,7 +6,7 @@ import random
 import torch
 from torch import Tensor
 
-from qwen35_kernels import BLOCK_TOKENS, KVProfile, PageLayout, store_kv
+from qwen35_kernels import BLOCK_TOKENS, PageLayout, store_kv
 
 GUARD_BYTES = 256
 GUARD = 0xA5
@@ -65,7 +65,8 @@ def nan_arena(layout: PageLayout, num_pages: int) -> GuardedBytes:
 
 
 def shuffled_tables(seed: int, lengths: list[int], *, spare: int = 3) -> tuple[Tensor, int]:
-    """Block tables [N, max_blocks] over shuffled distinct pages, unused entries 0; and the number of pages."""
+    """Block tables [N, max_blocks] over shuffled distinct pages, unused entries 0; and the number of
+    pages."""
     blocks = [math.ceil(length / BLOCK_TOKENS) for length in lengths]
     num_pages = 1 + sum(blocks) + spare
     pages = list(range(1, num_pages))
@@ -86,11 +87,29 @@ def store_sequence(
 
 
 def stored_sequence(arena: Tensor, layout: PageLayout, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The k, v [length, HKV, D] that a bf16 or fp32 arena holds, in float64."""
-    assert layout.profile in (KVProfile.BF16, KVProfile.FP32)
-    positions = torch.arange(length)
-    pages, rows = table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
-    return (
-        layout.k(arena, layer)[pages, :, rows].double(),
-        layout.v(arena, layer)[pages, :, rows].double(),
+    """The k, v [length, HKV, D] an arena holds, in float64, read row by row with its own arithmetic."""
+    planes = (
+        (layout.k(arena, layer), layout.k_scales(arena, layer), layout.k_format.name),
+        (layout.v(arena, layer), layout.v_scales(arena, layer), layout.v_format.name),
     )
+    k, v = (
+        torch.stack(
+            [_read_row(view, scales, name, int(table[t // BLOCK_TOKENS]), t % BLOCK_TOKENS) for t in range(length)]
+        )
+        for view, scales, name in planes
+    )
+    return k, v
+
+
+def _read_row(view: Tensor, scales: Tensor | None, name: str, page: int, row: int) -> Tensor:
+    stored = view[page, :, row]
+    if name == "fp4":
+        levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+        codes = torch.cat([stored % 16, stored // 16], dim=-1).long()
+        values = levels[codes % 8] * (1 - 2 * (codes // 8))
+    else:
+        values = stored.double()
+    if scales is None:
+        return values
+    scale = scales[page, :, row].double()
+    return values * scale.repeat_interleave(values.shape[-1] // scale.shape[-1], dim=-1)

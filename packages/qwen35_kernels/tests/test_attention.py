@@ -15,18 +15,21 @@ from qwen35_kernels import (
     KernelInputError,
     KVProfile,
     PageLayout,
+    Workspace,
     attention_gate,
+    merge_attention_states,
     paged_attention_decode,
     paged_attention_prefill,
     reference,
 )
 
-PLAIN = [KVProfile.BF16, KVProfile.FP32]
+PROFILES = list(KVProfile)
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def fill(seed: int, lengths: list[int], *, profile=KVProfile.FP32, kv_heads=2, dim=32):
-    """An arena whose pages, scratch and unused rows are NaN except for the stored keys and values of layer 1."""
+def fill(seed: int, lengths: list[int], *, profile=KVProfile.FP32, kv_heads=2, dim=64):
+    """An arena whose pages, scratch and unused rows are NaN except for the stored keys and values of layer
+    1."""
     layout = PageLayout(profile=profile, num_layers=2, num_kv_heads=kv_heads, head_dim=dim)
     tables, num_pages = shuffled_tables(seed, lengths)
     guarded = nan_arena(layout, num_pages)
@@ -37,7 +40,7 @@ def fill(seed: int, lengths: list[int], *, profile=KVProfile.FP32, kv_heads=2, d
     return layout, guarded, tables, rng
 
 
-@pytest.mark.parametrize("profile", PLAIN)
+@pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [2, 6])
 def test_prefill_matches_the_oracle(profile: KVProfile, dtype: torch.dtype, heads: int) -> None:
@@ -45,22 +48,31 @@ def test_prefill_matches_the_oracle(profile: KVProfile, dtype: torch.dtype, head
     lengths = [base + chunk for base, chunk in zip(bases, chunks, strict=True)]
     layout, guarded, tables, rng = fill(50, lengths, profile=profile)
     before = guarded.arena.clone()
-    q = (torch.randn(sum(chunks), heads, 32, generator=rng) * 2).to(dtype)
+    q = (torch.randn(sum(chunks), heads, 64, generator=rng) * 2).to(dtype)
     cu = [0, 1, 71, 71, 135, 168]
+    lse = torch.full((sum(chunks), heads), float("nan"))
     o = paged_attention_prefill(
-        q=q, arena=guarded.arena, layout=layout, layer=1, block_tables=tables, cu_seqlens=cu, bases=bases
+        q=q,
+        arena=guarded.arena,
+        layout=layout,
+        layer=1,
+        block_tables=tables,
+        cu_seqlens=cu,
+        bases=bases,
+        lse=lse,
     )
     for i, length in enumerate(lengths):
         k, v = stored_sequence(guarded.arena, layout, 1, tables[i], length)
-        expected, _ = reference.attention(q[cu[i] : cu[i + 1]], k, v, bases[i])
+        expected, expected_lse = reference.attention(q[cu[i] : cu[i + 1]], k, v, bases[i])
         assert_close(o[cu[i] : cu[i + 1]], expected, **tolerance(dtype))
+        assert_close(lse[cu[i] : cu[i + 1]], expected_lse, atol=1e-5, rtol=1e-5)
     assert_same_bits(guarded.arena, before)
     guarded.check()
 
 
 def test_prefill_over_several_key_tiles_matches_the_oracle() -> None:
     layout, guarded, tables, rng = fill(51, [4200], kv_heads=1)
-    q = torch.randn(150, 2, 32, generator=rng) * 3
+    q = torch.randn(150, 2, 64, generator=rng) * 3
     o = paged_attention_prefill(
         q=q,
         arena=guarded.arena,
@@ -75,14 +87,15 @@ def test_prefill_over_several_key_tiles_matches_the_oracle() -> None:
     assert_close(o, expected, **tolerance(torch.float32))
 
 
-@pytest.mark.parametrize("profile", PLAIN)
+@pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [2, 6])
 def test_decode_matches_the_oracle(profile: KVProfile, dtype: torch.dtype, heads: int) -> None:
     lengths = [1, 63, 64, 65, 200]
     layout, guarded, tables, rng = fill(52, lengths, profile=profile)
     before = guarded.arena.clone()
-    q = (torch.randn(5, heads, 32, generator=rng) * 3).to(dtype)
+    q = (torch.randn(5, heads, 64, generator=rng) * 3).to(dtype)
+    lse = torch.full((5, heads), float("nan"))
     o = paged_attention_decode(
         q=q,
         arena=guarded.arena,
@@ -90,18 +103,20 @@ def test_decode_matches_the_oracle(profile: KVProfile, dtype: torch.dtype, heads
         layer=1,
         block_tables=tables,
         lengths=torch.tensor(lengths),
+        lse=lse,
     )
     for i, length in enumerate(lengths):
         k, v = stored_sequence(guarded.arena, layout, 1, tables[i], length)
-        expected, _ = reference.attention(q[i : i + 1], k, v, length - 1)
+        expected, expected_lse = reference.attention(q[i : i + 1], k, v, length - 1)
         assert_close(o[i : i + 1], expected, **tolerance(dtype))
+        assert_close(lse[i : i + 1], expected_lse, atol=1e-5, rtol=1e-5)
     assert_same_bits(guarded.arena, before)
     guarded.check()
 
 
 def test_large_scores_do_not_overflow() -> None:
     layout, guarded, tables, rng = fill(53, [130])
-    q = torch.randn(1, 2, 32, generator=rng) * 500
+    q = torch.randn(1, 2, 64, generator=rng) * 500
     o = paged_attention_decode(
         q=q, arena=guarded.arena, layout=layout, layer=1, block_tables=tables, lengths=torch.tensor([130])
     )
@@ -110,10 +125,13 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_two_sequences_may_share_pages_and_do_not_depend_on_the_batch(threads: int, set_threads) -> None:
+@pytest.mark.parametrize("profile", [KVProfile.FP32, KVProfile.K8V4])
+def test_two_sequences_may_share_pages_and_do_not_depend_on_the_batch(
+    profile: KVProfile, threads: int, set_threads
+) -> None:
     set_threads(threads)
     lengths = [200, 150, 64, 301]
-    layout, guarded, tables, rng = fill(54, lengths, dim=64)
+    layout, guarded, tables, rng = fill(54, lengths, profile=profile)
     tables[1, :2] = tables[0, :2]
     q = torch.randn(4, 6, 64, generator=rng)
     arguments = {"arena": guarded.arena, "layout": layout, "layer": 1}
@@ -137,6 +155,60 @@ def test_two_sequences_may_share_pages_and_do_not_depend_on_the_batch(threads: i
         assert_same_bits(part, chunked[cu[i] : cu[i + 1]], f"sequence {i}")
 
 
+def test_merging_partitions_of_the_keys_equals_attention_over_all() -> None:
+    layout, guarded, tables, rng = fill(57, [200, 330])
+    arguments = {"arena": guarded.arena, "layout": layout, "layer": 1}
+    q = torch.randn(2, 6, 64, generator=rng) * 2
+    shared = tables[0, :2]
+    tables[1, :2] = shared
+    lengths = torch.tensor([200, 330])
+    outputs, sums = [], []
+    partitions = ((shared.expand(2, 2), torch.tensor([128, 128])), (tables[:, 2:], lengths - 128))
+    for block_tables, counts in partitions:
+        lse = torch.empty(2, 6)
+        part = paged_attention_decode(q=q, block_tables=block_tables, lengths=counts, lse=lse, **arguments)
+        outputs.append(part)
+        sums.append(lse)
+    o, lse = merge_attention_states(o=torch.stack(outputs), lse=torch.stack(sums))
+    for i, length in enumerate((200, 330)):
+        k, v = stored_sequence(guarded.arena, layout, 1, tables[i], length)
+        expected, expected_lse = reference.attention(q[i : i + 1], k, v, length - 1)
+        assert_close(o[i : i + 1], expected, **tolerance(torch.float32))
+        assert_close(lse[i : i + 1], expected_lse, atol=1e-5, rtol=1e-5)
+    swapped = merge_attention_states(o=torch.stack(outputs[::-1]), lse=torch.stack(sums[::-1]))
+    assert_close(swapped[0], o.double(), atol=1e-6, rtol=1e-6)
+    one, _ = merge_attention_states(o=torch.stack(outputs)[:, 1:], lse=torch.stack(sums)[:, 1:])
+    assert_same_bits(one, o[1:])
+
+
+def test_partitions_without_keys_are_not_read() -> None:
+    rng = generator(58)
+    full, lse = torch.randn(3, 2, 8, generator=rng), torch.randn(3, 2, generator=rng) * 50
+    empty, nothing = torch.full_like(full, float("nan")), torch.full_like(lse, float("-inf"))
+    o, merged = merge_attention_states(o=torch.stack([empty, full]), lse=torch.stack([nothing, lse]))
+    assert_same_bits(o, full)
+    assert_same_bits(merged, lse)
+    o, merged = merge_attention_states(o=torch.stack([empty, empty]), lse=torch.stack([nothing, nothing]))
+    assert bool((o == 0).all())
+    assert bool(merged.isneginf().all())
+
+
+def test_a_workspace_changes_no_bit() -> None:
+    layout, guarded, tables, rng = fill(59, [300, 90])
+    workspace = Workspace()
+    arguments = {"arena": guarded.arena, "layout": layout, "layer": 1, "block_tables": tables}
+    for _ in range(2):
+        q = torch.randn(2, 4, 64, generator=rng)
+        lengths = torch.tensor([300, 90])
+        plain = paged_attention_decode(q=q, lengths=lengths, **arguments)
+        reused = paged_attention_decode(q=q, lengths=lengths, workspace=workspace, **arguments)
+        assert_same_bits(reused, plain)
+        chunk = {"q": torch.randn(70, 4, 64, generator=rng), "cu_seqlens": [0, 50, 70], "bases": [250, 70]}
+        plain = paged_attention_prefill(**chunk, **arguments)
+        assert_same_bits(paged_attention_prefill(**chunk, workspace=workspace, **arguments), plain)
+    assert workspace.num_bytes > 0
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gate_matches_the_oracle(dtype: torch.dtype) -> None:
     rng = generator(55)
@@ -147,7 +219,7 @@ def test_gate_matches_the_oracle(dtype: torch.dtype) -> None:
 def test_bad_input_names_op_constraint_and_value() -> None:
     layout, guarded, tables, _ = fill(56, [100, 10])
     arguments = {
-        "q": torch.zeros(2, 2, 32),
+        "q": torch.zeros(2, 2, 64),
         "arena": guarded.arena,
         "layout": layout,
         "layer": 1,
@@ -160,9 +232,9 @@ def test_bad_input_names_op_constraint_and_value() -> None:
         ({"lengths": torch.tensor([100, 0])}, "lengths must be at least 1, got 0"),
         ({"lengths": torch.tensor([129, 10])}, "block_tables must cover 129 tokens, got 128"),
         ({"block_tables": scratch}, r"pages must lie in \[1, 7\) \(page 0 is scratch\), got 0"),
-        ({"q": torch.zeros(2, 3, 32)}, "query heads must be a multiple of the 2 KV heads, got 3"),
-        ({"q": torch.zeros(2, 2, 16)}, "q must have head dim 32, got 16"),
-        ({"q": torch.zeros(2, 2, 32).half()}, "q must be float32 or bfloat16, got 'float16'"),
+        ({"q": torch.zeros(2, 3, 64)}, "query heads must be a multiple of the 2 KV heads, got 3"),
+        ({"q": torch.zeros(2, 2, 32)}, "q must have head dim 64, got 32"),
+        ({"q": torch.zeros(2, 2, 64).half()}, "q must be float32 or bfloat16, got 'float16'"),
     ):
         with pytest.raises(KernelInputError, match="paged_attention_decode: " + message):
             paged_attention_decode(**{**arguments, **changes})

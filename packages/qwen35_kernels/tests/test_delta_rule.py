@@ -28,7 +28,8 @@ def make(
     dtype: torch.dtype = torch.float32,
     strength: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Inputs of one call, q, k, v as slices of one projection, the state inside an arena, scratch slot NaN."""
+    """Inputs of one call, q, k, v as slices of one projection, the state inside an arena, scratch slot
+    NaN."""
     rng = generator(seed)
     (key_heads, value_heads), (key_dim, value_dim) = heads, dims
     layout = StateLayout(

@@ -1,10 +1,18 @@
 import pytest
 import torch
 
-from kernel_testing import assert_same_bits, generator, nan_arena
-from qwen35_kernels import KernelInputError, KVProfile, PageLayout, store_kv
+from kernel_testing import (
+    assert_close,
+    assert_same_bits,
+    generator,
+    nan_arena,
+    store_sequence,
+    stored_sequence,
+)
+from qwen35_kernels import KernelInputError, KVProfile, PageLayout, reference, store_kv
 
 PLAIN = [KVProfile.BF16, KVProfile.FP32]
+QUANTISED = [KVProfile.INT8, KVProfile.FP8, KVProfile.NVFP4, KVProfile.K8V4]
 
 
 def layout_of(profile: KVProfile) -> PageLayout:
@@ -27,6 +35,82 @@ def test_writes_the_named_rows_and_nothing_else(profile: KVProfile, dtype: torch
                 view[int(pages[t]), head, int(rows[t])] = x[t, head].to(view.dtype)
     assert_same_bits(guarded.arena, expected.arena)
     guarded.check()
+
+
+@pytest.mark.parametrize("profile", QUANTISED)
+def test_quantised_rows_are_the_nearest_codes(profile: KVProfile) -> None:
+    layout = layout_of(profile)
+    guarded = nan_arena(layout, 3)
+    rng = generator(41)
+    k, v = (torch.randn(5, 3, 64, generator=rng) * torch.tensor([1.0, 30.0, 0.02])[:, None] for _ in range(2))
+    k[1, 0] = 0.0
+    v[2, 1, :16] = torch.tensor([6, 5, 3.5, 2.5, 1.75, 1.25, 0.75, 0.25, -6, -5, -3.5, -2.5, -1.75, -1.25, 0, -0.25])
+    table = torch.tensor([2])
+    store_sequence(guarded.arena, layout, 1, table, k, v, base=59)
+    stored = stored_sequence(guarded.arena, layout, 1, table, 64)
+    for x, back, rows in ((k, stored[0], layout.k_format), (v, stored[1], layout.v_format)):
+        for t in range(5):
+            for head in range(3):
+                expected = reference.quantised_row(x[t, head].tolist(), rows.name)
+                assert_close(back[59 + t, head], torch.tensor(expected, dtype=torch.float64), atol=0.0, rtol=1e-12)
+    before = nan_arena(layout, 3)
+    for view, untouched in zip(parts(layout, guarded.arena), parts(layout, before.arena), strict=True):
+        view[2, :, 59:].view(torch.uint8).fill_(0xFF)
+        assert_same_bits(view, untouched)
+    guarded.check()
+
+
+def parts(layout: PageLayout, arena: torch.Tensor) -> list[torch.Tensor]:
+    views = [f(arena, 1) for f in (layout.k, layout.v, layout.k_scales, layout.v_scales)]
+    return [view for view in views if view is not None]
+
+
+# Half a step of the coarsest code, relative to the largest number that shares the scale, with the scale's
+# rounding.
+ERROR = {"int8": 0.5 / 127 + 2**-11, "fp8": 2**-4 + 2**-11, "fp4": 1 / 6 + 2**-4}
+
+
+@pytest.mark.parametrize("profile", QUANTISED)
+def test_quantisation_error_is_bounded_by_the_format(profile: KVProfile) -> None:
+    layout = layout_of(profile)
+    arena = nan_arena(layout, 3).arena
+    rng = generator(42)
+    k, v = (torch.randn(64, 3, 64, generator=rng) * 3 for _ in range(2))
+    store_sequence(arena, layout, 1, torch.tensor([1]), k, v)
+    back = stored_sequence(arena, layout, 1, torch.tensor([1]), 64)
+    for x, y, rows in ((k, back[0], layout.k_format), (v, back[1], layout.v_format)):
+        groups = rows.row_scales(64)
+        error = (x.double() - y).abs().view(64, 3, groups, -1).amax(-1)
+        largest = x.double().abs().view(64, 3, groups, -1).amax(-1)
+        assert float((error / largest).max()) <= ERROR[rows.name]
+        assert float((error / largest).max()) > ERROR[rows.name] / 8
+
+
+@pytest.mark.parametrize("profile", QUANTISED)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_does_not_depend_on_the_batch(profile: KVProfile, threads: int, set_threads) -> None:
+    set_threads(threads)
+    layout = layout_of(profile)
+    whole, single = nan_arena(layout, 4).arena, nan_arena(layout, 4).arena
+    rng = generator(43)
+    k, v = (torch.randn(130, 3, 64, generator=rng).bfloat16() for _ in range(2))
+    table = torch.tensor([3, 1, 2])
+    store_sequence(whole, layout, 0, table, k, v)
+    for begin, end in ((0, 1), (1, 77), (77, 130)):
+        store_sequence(single, layout, 0, table, k[begin:end], v[begin:end], base=begin)
+    assert_same_bits(whole, single)
+
+
+def test_numbers_that_are_not_finite_stay_visible() -> None:
+    for profile in QUANTISED:
+        layout = layout_of(profile)
+        arena = nan_arena(layout, 2).arena
+        k = torch.randn(1, 3, 64, generator=generator(44))
+        k[0, 1, 5] = float("nan")
+        store_sequence(arena, layout, 0, torch.tensor([1]), k, k)
+        for back in stored_sequence(arena, layout, 0, torch.tensor([1]), 1):
+            assert bool(back[0, 1].isnan().any())
+            assert bool(torch.isfinite(back[0, [0, 2]]).all())
 
 
 def test_no_tokens_is_fine() -> None:

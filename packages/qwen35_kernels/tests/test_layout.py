@@ -6,7 +6,8 @@ import torch
 from kernel_testing import GuardedBytes
 from qwen35_kernels import KernelInputError, KVProfile, PageLayout, StateLayout, layout
 
-# Bytes per token and KV head, keys and values together, head dim 256: the published table of the cache design.
+# Bytes per token and KV head, keys and values together, head dim 256: the published table of the cache
+# design.
 ROW_BYTES = {"bf16": 1024, "fp32": 2048, "int8": 528, "fp8": 516, "nvfp4": 288, "k8v4": 402}
 MIB = {"bf16": 4.0, "int8": 2.0625, "fp8": 2.015625, "k8v4": 1.5703125, "nvfp4": 1.125}
 

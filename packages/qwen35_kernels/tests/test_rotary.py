@@ -21,6 +21,29 @@ def test_tables_hold_the_angle_of_each_position() -> None:
     assert_close(cos[:3], torch.cos(angles[:3]), atol=1e-6, rtol=0.0)
 
 
+def test_several_axes_own_interleaved_frequencies() -> None:
+    f = rotary_frequencies(rotary_dim=64, theta=1e7)
+    positions = torch.tensor([[3, 9, 9], [3, 10, 12], [3, 40, 41]])
+    cos, sin = rotary_tables(positions=positions, frequencies=f, sections=[11, 11, 10])
+    owner = [i % 3 if i < 3 * [11, 11, 10][i % 3] else 0 for i in range(32)]
+    assert owner == [0, 1, 2] * 10 + [0, 1]
+    angles = positions.double()[owner].t() * f.double()
+    assert_close(cos, torch.cos(angles), atol=1e-5, rtol=0.0)
+    assert_close(sin, torch.sin(angles), atol=1e-5, rtol=0.0)
+    uneven = rotary_tables(positions=positions, frequencies=f[:8], sections=[5, 2, 1])[0]
+    angles = positions.double()[[0, 1, 2, 0, 1, 0, 0, 0]].t() * f[:8].double()
+    assert_close(uneven, torch.cos(angles), atol=1e-5, rtol=0.0)
+
+
+def test_equal_axes_have_the_bits_of_one() -> None:
+    f = rotary_frequencies(rotary_dim=64, theta=1e7)
+    positions = torch.arange(50)
+    plain = rotary_tables(positions=positions, frequencies=f)
+    several = rotary_tables(positions=positions.expand(3, 50), frequencies=f, sections=[11, 11, 10])
+    for a, b in zip(plain, several, strict=True):
+        assert_same_bits(a, b)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rotary_dim", [16, 64])
 def test_matches_the_oracle(rotary_dim: int, dtype: torch.dtype) -> None:
@@ -67,3 +90,8 @@ def test_bad_input_names_op_constraint_and_value() -> None:
         qk_norm_rotary(q=q, k=k, q_weight=w, k_weight=w, eps=1e-6, cos=table[:, :2].contiguous(), sin=table[:1, :2])
     with pytest.raises(KernelInputError, match="rotary_dim must be even and at least 2, got 7"):
         rotary_frequencies(rotary_dim=7, theta=1e4)
+    several = {"positions": torch.zeros(3, 2, dtype=torch.int64), "frequencies": torch.ones(4)}
+    with pytest.raises(KernelInputError, match=r"sections must add up to 4 frequencies, got \(1, 1, 1\)"):
+        rotary_tables(**several, sections=[1, 1, 1])
+    with pytest.raises(KernelInputError, match="sections must have 3 entries, got None"):
+        rotary_tables(**several)

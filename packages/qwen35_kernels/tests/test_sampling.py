@@ -92,7 +92,8 @@ def test_frequencies_follow_the_probabilities() -> None:
     given = parameters(rows, seeds=torch.arange(rows), steps=3)
     counts = torch.bincount(sample(logits=logits.expand(rows, 4), **given), minlength=4)
     expected = torch.softmax(logits, 0) * rows
-    # Pearson's statistic with 3 degrees of freedom is above 21.1 once in ten thousand seeds; the seeds are fixed.
+    # Pearson's statistic with 3 degrees of freedom is above 21.1 once in ten thousand seeds; the seeds are
+    # fixed.
     assert float(((counts - expected) ** 2 / expected).sum()) < 21.1
 
 

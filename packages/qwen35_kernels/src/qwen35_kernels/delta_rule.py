@@ -12,9 +12,9 @@ The chunked form handles 64 tokens at once. In a tile with c = cumsum(g) (Yang e
     state after row r = exp(c_r) S + sum over i <= r of exp(c_r - c_i) k_i^T d_i
 
 Tiles lie on an absolute 64-token grid: a call at `base` is padded on the left with base % 64 identity tokens
-(k = v = 0, g = 0, beta = 0) and its last tile is filled up with them. The state after any row, a tile's end or a
-tap, comes from the one function `_state_after`, whose row is a run-time value; as row i of d depends on
-rows <= i only, a tap has the bits of a call that ends there.
+(k = v = 0, g = 0, beta = 0) and its last tile is filled up with them. The state after any row, a tile's end
+or a tap, comes from the one function `_state_after`, whose row is a run-time value; as row i of d depends
+on rows <= i only, a tap has the bits of a call that ends there.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,11 @@
 """Writing keys and values into pages."""
 
+import torch
 from torch import Tensor
 
-from qwen35_kernels.contracts import FLOAT_DTYPES, check_device, check_dtype, check_index, check_shape, refuse
-from qwen35_kernels.layout import BLOCK_TOKENS, KVProfile, PageLayout
+from qwen35_kernels.contracts import FLOAT_DTYPES, check_device, check_dtype, check_index, check_shape
+from qwen35_kernels.layout import BLOCK_TOKENS, PageLayout
+from qwen35_kernels.quantisation import quantise_rows
 
 __all__ = ["store_kv"]
 
@@ -29,7 +31,18 @@ def store_kv(
     check_index(op, "rows", rows, tokens, begin=0, end=BLOCK_TOKENS)
     for name, index in (("pages", pages), ("rows", rows)):
         check_device(op, name, index, arena.device)
-    if layout.profile not in (KVProfile.BF16, KVProfile.FP32):
-        refuse(op, "profile must be bf16 or fp32", layout.profile.value)
-    for x, view in ((k, layout.k(arena, layer)), (v, layout.v(arena, layer))):
-        view[pages, :, rows] = x.to(view.dtype)
+    planes = (
+        (k, layout.k_format, layout.k(arena, layer), layout.k_scales(arena, layer)),
+        (v, layout.v_format, layout.v(arena, layer), layout.v_scales(arena, layer)),
+    )
+    for x, rows_format, values_view, scales_view in planes:
+        values, scales = quantise_rows(x, rows_format)
+        _scatter(values_view, pages, rows, values)
+        if scales is not None and scales_view is not None:
+            _scatter(scales_view, pages, rows, scales)
+
+
+def _scatter(view: Tensor, pages: Tensor, rows: Tensor, values: Tensor) -> None:
+    # Moved as bytes of a plain integer type: indexed stores do not exist for every float8 dtype.
+    plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[view.element_size()]
+    view.view(plain)[pages, :, rows] = values.contiguous().view(plain)

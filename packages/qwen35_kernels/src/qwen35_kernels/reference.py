@@ -18,6 +18,8 @@ __all__ = [
     "gated_rms_norm",
     "kept_tokens",
     "log_probabilities",
+    "moe",
+    "quantised_row",
     "rms_norm",
     "rotary",
     "sample_row",
@@ -115,6 +117,50 @@ def attention(q: Tensor, k: Tensor, v: Tensor, base: int) -> tuple[Tensor, Tenso
 def attention_gate(o: Tensor, gate: Tensor) -> Tensor:
     """o * sigmoid(gate)."""
     return o.double() * _sigmoid(gate.double())
+
+
+def quantised_row(row: list[float], profile: str) -> list[float]:
+    """What one row reads as after being stored in `profile` (int8, fp8 or fp4), by search over all codes.
+
+    Scales are rounded by torch to their dtype; everything else is the nearest-code rule with ties to even.
+    """
+    group, largest, scale_dtype = {
+        "int8": (64, 127.0, torch.float16),
+        "fp8": (len(row), 448.0, torch.float16),
+        "fp4": (16, 6.0, torch.float8_e4m3fn),
+    }[profile]
+    if profile == "int8":
+        codes = [float(i) for i in range(128)]
+    elif profile == "fp8":
+        codes = [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)][:-1]
+        codes = [m * 2.0**-9 for m in range(8)] + codes
+    else:
+        codes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    out = []
+    for begin in range(0, len(row), group):
+        part = row[begin : begin + group]
+        wanted = min(max(abs(x) for x in part) / largest, torch.finfo(scale_dtype).max)
+        scale = float(torch.tensor(wanted, dtype=torch.float32).to(scale_dtype))
+        for x in part:
+            size = abs(x) / scale if scale else 0.0
+            # Codes are listed in order, so that an even index is an even code.
+            best = min(range(len(codes)), key=lambda i: (abs(codes[i] - size), i % 2))
+            out.append(math.copysign(codes[best] * scale, x))
+    return out
+
+
+def moe(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, top_k: int) -> Tensor:
+    """The routed experts' output for every token, expert by expert."""
+    x, gate_up, down = x.double(), gate_up.double(), down.double()
+    probabilities = torch.softmax(x @ router.double().t(), dim=1)
+    y = torch.zeros_like(x)
+    for t in range(x.shape[0]):
+        chosen = sorted(range(router.shape[0]), key=lambda e: (-float(probabilities[t, e]), e))[:top_k]
+        share = sum(float(probabilities[t, e]) for e in chosen)
+        for e in chosen:
+            inner = swiglu((gate_up[e] @ x[t]).unsqueeze(0))[0]
+            y[t] += probabilities[t, e] / share * (down[e] @ inner)
+    return y
 
 
 def log_probabilities(logits: Tensor) -> Tensor:

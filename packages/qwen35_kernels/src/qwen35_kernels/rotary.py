@@ -1,5 +1,7 @@
 """Partial rotary position embedding in the half-split form, fused with the q/k norms."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,18 +28,36 @@ def rotary_frequencies(*, rotary_dim: int, theta: float) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
 
 
-def rotary_tables(*, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    *, positions: Tensor, frequencies: Tensor, sections: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
     """(cos, sin) of positions[t] * frequencies[i], float32 [T, rotary_dim / 2].
 
-    positions: int64 [T]. The angle is a float32 product, as in the published model: at large positions its
-    rounding is part of what the model was trained with.
+    positions: int64 [T], or [A, T] with one row per axis (time, height, width) for prompts with pictures;
+    then `sections` [A] says how many frequencies each axis owns, interleaved: frequency i belongs to axis i
+    % A while i < A * sections[i % A], else to axis 0. The angle is a float32 product, as in the published
+    model: at large positions its rounding is part of what the model was trained with.
     """
-    check_rank("rotary_tables", "positions", positions, 1)
-    check_dtype("rotary_tables", "positions", positions, (torch.int64,))
-    check_rank("rotary_tables", "frequencies", frequencies, 1)
-    check_dtype("rotary_tables", "frequencies", frequencies, (torch.float32,))
-    check_device("rotary_tables", "frequencies", frequencies, positions.device)
-    angles = positions.float().unsqueeze(1) * frequencies
+    op = "rotary_tables"
+    if positions.dim() not in (1, 2):
+        refuse(op, "positions must have 1 or 2 dimensions", tuple(positions.shape))
+    check_dtype(op, "positions", positions, (torch.int64,))
+    check_rank(op, "frequencies", frequencies, 1)
+    check_dtype(op, "frequencies", frequencies, (torch.float32,))
+    check_device(op, "frequencies", frequencies, positions.device)
+    if positions.dim() == 1:
+        if sections is not None:
+            refuse(op, "sections go with positions of several axes", tuple(sections))
+        angles = positions.float().unsqueeze(1) * frequencies
+    else:
+        axes = positions.shape[0]
+        if sections is None or len(sections) != axes:
+            refuse(op, f"sections must have {axes} entries", None if sections is None else tuple(sections))
+        if sum(sections) != frequencies.shape[0] or min(sections) < 0:
+            refuse(op, f"sections must add up to {frequencies.shape[0]} frequencies", tuple(sections))
+        owner = [i % axes if i < axes * sections[i % axes] else 0 for i in range(frequencies.shape[0])]
+        rows = torch.tensor(owner, dtype=torch.int64, device=positions.device)
+        angles = positions.float().index_select(0, rows).t() * frequencies
     return angles.cos(), angles.sin()
 
 

@@ -1,0 +1,34 @@
+"""Scratch memory that outlives a call."""
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["Workspace"]
+
+
+class Workspace:
+    """Grow-only scratch buffers an op reuses from call to call.
+
+    Fresh megabytes cost a CPU a page fault per 4 KiB, more than the arithmetic of a decode step. Pass one
+    workspace to every call made from one thread; without one an op makes its own and drops it. It holds no
+    results and no state: contents are undefined between calls.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised contiguous tensor; the next `take` of the same name overwrites it."""
+        size = math.prod(shape)
+        key = (name, dtype, device)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(size, dtype=dtype, device=device)
+            self._buffers[key] = buffer
+        return buffer[:size].view(shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
