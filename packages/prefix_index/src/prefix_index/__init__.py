@@ -12,11 +12,13 @@ from prefix_index.errors import (
     WrongState,
     WrongThread,
 )
+from prefix_index.fills import Ticket
 from prefix_index.index import PrefixIndex, Publication
 from prefix_index.lease import Lease
 from prefix_index.match import Candidate, Candidates, Match, SnapshotHandle
 from prefix_index.prompt import Prompt, xxh3_block_hash
-from prefix_index.values import Extension, Freed, Pool, Reason, SnapshotKind, Stats, Tier
+from prefix_index.stats import Stats
+from prefix_index.values import Extension, Freed, Pool, Reason, SnapshotKind, Tier
 
 __all__ = [
     "AbortTooLate",
@@ -41,6 +43,7 @@ __all__ = [
     "StaleHandle",
     "StaleMatch",
     "Stats",
+    "Ticket",
     "Tier",
     "WrongState",
     "WrongThread",

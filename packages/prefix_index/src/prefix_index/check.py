@@ -63,6 +63,9 @@ class _Facts:
         self.slabs: set[int] = set()
         self.leaves: list[tuple[int, int]] = []
         self.owners: list[tuple[tuple[float, ...], int]] = []
+        self.dead: list[tuple[int, int]] = []
+        self.superseded: list[tuple[int, int]] = []
+        self.retained: list[tuple[float, int, int]] = []
 
     def structure(self, edge: Edge) -> None:
         scheme = self.core.tree.scheme
@@ -147,6 +150,8 @@ class _Facts:
         self.pinned_blocks += pinned_here
         if edge.dev > pinned_here and not edge.below:
             self.leaves.append((edge.tick + (0 if edge.host >= edge.dev else UNBACKED), id(edge)))
+        if edge.start + edge.host > max(pinned, edge.start) and not edge.hbelow and not edge.live:
+            self.dead.append((edge.tick, id(edge)))
 
     def snapshots(self, edge: Edge) -> None:
         core = self.core
@@ -174,6 +179,11 @@ class _Facts:
                 self.claim(self.slots, snapshot.slot, "slot")
                 if not snapshot.pins:
                     self.owners.append((_slot_key(core, snapshot), id(snapshot)))
+            if hosted and not snapshot.pins:
+                if snapshot.superseded:
+                    self.superseded.append((snapshot.superseded, id(snapshot)))
+                else:
+                    self.retained.append((snapshot.value, snapshot.hit_tick, id(snapshot)))
             if snapshot.slabs is not None:
                 for slab in snapshot.slabs:
                     self.claim(self.slabs, slab, "slab")
@@ -200,9 +210,9 @@ class _Facts:
         above = nearest_retained(snapshot)
         expected = above.frontier if above is not None else 0
         anc = snapshot.anc
-        require(
-            anc is above or (above is None and isinstance(anc, Root)), "the nearest retained snapshot above", expected
-        )
+        # Two snapshots that differ in the extra of their tails stand at one frontier: either may be the nearest.
+        right = isinstance(anc, Root) if above is None else isinstance(anc, Snapshot) and anc.frontier == expected
+        require(right, "the nearest retained snapshot above", expected)
         assert anc is not None
         require(anc.deps is not None and snapshot in anc.deps, "dependents must be recorded", snapshot.serial)
         if snapshot not in self.core.worth.pending:
@@ -228,6 +238,15 @@ class _Facts:
         require([id(item) for item in self.core.device.in_order()] == expected, "the device order", len(expected))
         expected = [identity for _, identity in sorted(self.owners)]
         require([id(item) for item in self.core.slots.in_order()] == expected, "the slot order", len(expected))
+        dead, superseded, retained = self.core.host.in_order()
+        for what, items, entries in (
+            ("dead", dead, self.dead),
+            ("superseded", superseded, self.superseded),
+            ("retained", retained, self.retained),
+        ):
+            require(
+                [id(item) for item in items] == [entry[-1] for entry in sorted(entries)], f"the {what} order", items
+            )
 
 
 def _slot_key(core: Core, snapshot: Snapshot) -> tuple[float, ...]:

@@ -13,6 +13,8 @@ from prefix_index.values import Freed, Pages
 
 if TYPE_CHECKING:
     from prefix_index.device import DeviceOrder
+    from prefix_index.fills import Ticket
+    from prefix_index.host import HostOrder
     from prefix_index.slots import SlotOrder
     from prefix_index.tree import Tree
     from prefix_index.worth import Worth
@@ -59,6 +61,7 @@ class Core:
         "device_tails",
         "epoch",
         "geometry",
+        "host",
         "host_blocks",
         "inflation",
         "num_snapshots",
@@ -66,12 +69,14 @@ class Core:
         "pinned_tails",
         "serial",
         "slots",
+        "tickets",
         "tree",
         "worth",
     )
 
     tree: Tree
     device: DeviceOrder
+    host: HostOrder
     slots: SlotOrder
     worth: Worth
 
@@ -83,6 +88,7 @@ class Core:
         self.serial = 0
         self.inflation = 0.0  # L of GreedyDual-Size-Frequency
         self.device_blocks = self.device_tails = self.host_blocks = self.num_snapshots = 0
+        self.tickets: dict[Ticket, None] = {}  # fills in flight, oldest first
         self.pinned_blocks = self.pinned_tails = 0  # device copies only
 
     def tick(self) -> int:
@@ -176,12 +182,14 @@ class Core:
         self.pinned_blocks += pinned_device_blocks(edge) - before
 
     def offer_path(self, edge: Edge) -> None:
-        """Queue the deepest edge on the path to `edge` that has a device copy, if it may be evicted."""
+        """Queue whatever on the path to `edge` is the deepest copy in its tier, if it may be evicted."""
         at: Edge | None = edge
         while at is not None and not at.dev:
             at = at.parent
         if at is not None:
             self.device.offer(at)
+        if self.host_blocks:
+            self.host.offer_path(edge)
 
     def pin_snapshot(self, snapshot: Snapshot) -> None:
         if not snapshot.pins and snapshot.tail_pages is not None:
@@ -194,7 +202,7 @@ class Core:
             if snapshot.tail_pages is not None:
                 self.pinned_tails -= 1
                 self.device.offer_tail(snapshot)
-            self.slots.offer(snapshot)
+            self.worth.offer(snapshot)
 
     def stamp(self, edge: Edge, tick: int) -> None:
         """Make the path to the end of `edge` the most recently released. O(edges)."""
@@ -212,6 +220,17 @@ class Core:
         """Cut an edge and keep the orders complete; returns the upper half."""
         upper = self.tree.split(edge, at, key)
         self.epoch += 1
-        self.device.offer(edge)
-        self.device.offer(upper)
+        for half in (edge, upper):
+            self.device.offer(half)
+            self.host.offer(half)
         return upper
+
+
+def anchor(hold: Hold, depth: int) -> tuple[Edge, Edge | None]:
+    """The edge on the hold's path in which `depth` lies, its end included, and the edge below it on that path."""
+    below: Edge | None = None
+    edge = hold.edge
+    assert edge is not None
+    while edge.parent is not None and edge.start >= depth:
+        below, edge = edge, edge.parent
+    return edge, below

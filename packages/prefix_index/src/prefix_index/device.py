@@ -58,7 +58,7 @@ class DeviceOrder:
                 missing -= 1
         return num_blocks - missing
 
-    def _take_pages(self, edge: Edge, count: int, given: Given) -> None:
+    def take_pages(self, edge: Edge, count: int, given: Given) -> None:
         """Move the last `count` blocks' pages of `edge` into `given`, deepest first, and lower the counts."""
         core = self._core
         pools = core.geometry.num_pools
@@ -88,7 +88,7 @@ class DeviceOrder:
 
     def _evict_backed(self, edge: Edge, missing: int, given: Given) -> int:
         count = min(missing, self._free_length(edge))
-        self._take_pages(edge, count, given)
+        self.take_pages(edge, count, given)
         self.offer(edge)
         return count
 
@@ -98,7 +98,7 @@ class DeviceOrder:
         for snapshot in edge.snaps:  # anchored on the block that goes first
             core.worth.drop(snapshot, given)
         size = edge.dev - count
-        self._take_pages(edge, count, given)
+        self.take_pages(edge, count, given)
         core.tree.truncate(edge, size)
         if size:
             self.offer(edge)

@@ -4,36 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import cast
 
 from prefix_index.core import Core
-from prefix_index.errors import InvalidArgument
 from prefix_index.lease import Lease
 from prefix_index.nodes import Edge
 from prefix_index.tree import APPEND_LIMIT, common_blocks, common_extras
-from prefix_index.values import Extension, Pages
+from prefix_index.values import Extension
 
 Range = tuple[int, int]
-
-
-def page_array(op: str, pages: Sequence[Pages], num_pools: int, num_blocks: int) -> array[int]:
-    """`pages` as one interleaved array, checked: one id per block, or one tuple of `num_pools` ids."""
-    if len(pages) != num_blocks:
-        raise InvalidArgument(f"{op}: one page entry per block is needed, {num_blocks}, got {len(pages)}")
-    try:
-        if num_pools == 1:
-            flat: array[int] = array("q", cast("Sequence[int]", pages))
-        else:
-            flat = array("q")
-            for entry in cast("Sequence[tuple[int, ...]]", pages):
-                if len(entry) != num_pools:
-                    raise InvalidArgument(f"{op}: a block needs one page per pool, {num_pools}, got {entry!r}")
-                flat.extend(entry)
-    except (TypeError, OverflowError) as error:
-        raise InvalidArgument(f"{op}: pages must be ints, one tuple per block with several pools; {error}") from None
-    if flat and min(flat) < 0:
-        raise InvalidArgument(f"{op}: a page id must not be negative, got {min(flat)}")
-    return flat
 
 
 def block_hashes(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | None, count: int) -> Sequence[int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from prefix_index import check as _check
 from prefix_index import digest as _digest
+from prefix_index.clear import clear_namespace
 from prefix_index.core import Core, Geometry, Given
 from prefix_index.cost import CostModel
 from prefix_index.device import DeviceOrder
@@ -21,15 +22,24 @@ from prefix_index.errors import (
     WrongThread,
 )
 from prefix_index.extend import extend as _extend
-from prefix_index.extend import page_array
+from prefix_index.fills import Ticket, abort, begin_blocks, begin_snapshot, held, land
+from prefix_index.host import HostOrder
 from prefix_index.lease import Lease
-from prefix_index.lineage import join, supersede_below
-from prefix_index.match import Candidate, Match, SnapshotHandle, Span, find, spans
-from prefix_index.nodes import DEVICE_IMAGE, DEVICE_TAIL, Edge, Hasher, Hold, Root, Snapshot
+from prefix_index.lineage import supersede_below
+from prefix_index.lookup import find, note_filling, spans
+from prefix_index.match import Candidate, Match, SnapshotHandle, Span
+from prefix_index.nodes import (
+    Edge,
+    Hasher,
+    Hold,
+    Snapshot,
+)
 from prefix_index.prompt import BlockScheme, Extras, Prompt, TokenInput, token_bytes, xxh3_block_hash
+from prefix_index.publish import publish
 from prefix_index.slots import SlotOrder
+from prefix_index.stats import Counters, Stats, gather
 from prefix_index.tree import Tree
-from prefix_index.values import Extension, Freed, Pool, SnapshotKind, Stats
+from prefix_index.values import Extension, Freed, Pages, Pool, SnapshotKind, Tier, page_array
 from prefix_index.worth import Worth
 
 
@@ -96,9 +106,10 @@ class PrefixIndex:
         core = self._core = Core(self._geometry, cost or CostModel())
         core.tree = Tree(self._scheme, len(pools))
         core.device = DeviceOrder(core)
+        core.host = HostOrder(core)
         core.slots = SlotOrder(core)
         core.worth = Worth(core)
-        self._counts = _Counts()
+        self._counts = Counters()
 
     # ------------------------------------------------------------------ looking up
 
@@ -145,6 +156,8 @@ class PrefixIndex:
             self._snapshots,
             match,
         )
+        if core.tickets:
+            note_filling(match, core.tickets)
         return match
 
     # ------------------------------------------------------------------ leases
@@ -210,7 +223,7 @@ class PrefixIndex:
             lease._snapshot_pinned = False
             core.unpin_snapshot(snapshot)
 
-    def extend(self, lease: Lease, tokens: TokenInput, pages: Sequence[int] | Sequence[tuple[int, ...]]) -> Extension:
+    def extend(self, lease: Lease, tokens: TokenInput, pages: Sequence[Pages]) -> Extension:
         """Commit whole blocks that follow the lease's depth, with their device pages, and pin them.
 
         tokens  a multiple of the block size, going on at block `lease.depth`
@@ -312,68 +325,70 @@ class PrefixIndex:
         """
         self._enter("publish")
         self._open("publish", lease)
-        geometry = self._geometry
         if not self._snapshots:
             raise WrongState("publish: the index must be made with snapshots=True, got one without")
-        depth = geometry.depth(frontier)
-        hold = lease._hold
-        if frontier <= lease._resume_frontier:
-            raise InvalidArgument(
-                f"publish: frontier must lie above {lease._resume_frontier}, the resume point, got {frontier}"
-            )
-        if depth > hold.depth:
-            raise InvalidArgument(f"publish: {frontier} tokens need {depth} committed blocks, got {hold.depth}")
-        expected = (frontier - depth * geometry.block_tokens) * 4
-        tail = token_bytes("publish", tail)
-        if len(tail) != expected:
-            raise InvalidArgument(f"publish: the tail must be {expected // 4} tokens, got {len(tail) // 4}")
-        own = tuple(tail_pages)
-        if len(own) != (geometry.num_pools if tail else 0):
-            raise InvalidArgument(f"publish: a tail needs {geometry.num_pools} pages, no tail none, got {own!r}")
-        if slot < 0 or any(page < 0 for page in own):
-            raise InvalidArgument(f"publish: slot and pages must not be negative, got slot {slot!r}, pages {own!r}")
-        core = self._core
-        edge, below = _anchor(hold, depth)
-        if tail and depth < hold.depth:
-            width = self._scheme.block_bytes
-            there, at = (edge, (depth - edge.start) * width) if depth < edge.end else (below, 0)
-            assert there is not None
-            if not there.tokens.startswith(tail, at):
-                raise InvalidArgument(f"publish: the tail must repeat the committed block {depth}, got other tokens")
-        lease._worked = True
-        extra = lease._prompt._extras.at(frontier) if tail else 0
-        supersede_below(core, lease, frontier, kind)
-        if depth == edge.end:
-            for other in edge.snaps:
-                if other.tail == tail and other.extra == extra:
-                    return self._publish_again(lease, other, kind)
+        snapshot, created = publish(
+            self._core, lease, frontier, slot, token_bytes("publish", tail), tuple(tail_pages), kind
+        )
+        if created:
+            self._counts.published += 1
         else:
-            edge = core.split(edge, depth, lease._prompt._hashes[depth] if depth < lease._along else None)
-        core.serial += 1
-        snapshot = Snapshot(core.serial, edge, frontier, tail, extra)
-        snapshot.set_kind(kind)
-        snapshot.slot = slot
-        snapshot.where |= DEVICE_IMAGE
-        if tail:
-            snapshot.tail_pages = own
-            snapshot.where |= DEVICE_TAIL
-            snapshot.tick = core.tick()
-            edge.below += 1
-            core.device_tails += 1
-            core.device.offer_tail(snapshot)
-        core.worth.attach(snapshot)
-        core.slots.offer(snapshot)
-        join(lease, snapshot, kind)
-        self._counts.published += 1
-        return Publication(SnapshotHandle(self._owner, snapshot), True)
+            self._counts.duplicates += 1
+        return Publication(SnapshotHandle(self._owner, snapshot), created)
 
-    def _publish_again(self, lease: Lease, snapshot: Snapshot, kind: SnapshotKind) -> Publication:
-        if kind is SnapshotKind.BOUNDARY:
-            snapshot.set_kind(kind)
-        self._core.worth.refresh(snapshot, hit=False)
-        join(lease, snapshot, kind)
-        self._counts.duplicates += 1
-        return Publication(SnapshotHandle(self._owner, snapshot), False)
+    # ------------------------------------------------------------------ copies on their way
+
+    def begin_fill(
+        self,
+        what: Lease | SnapshotHandle,
+        tier: Tier,
+        handles: Sequence[Pages] = (),
+        *,
+        slot: int | None = None,
+    ) -> Ticket:
+        """Start copies into `handles`; what they fill counts as held and is pinned until `land` or `abort`.
+
+        a lease, Tier.DEVICE     pages for the next blocks of its path without a device copy
+        a lease, Tier.HOST       slabs for the next blocks of its path without a Host copy; fewer than missing is fine
+        a snapshot, Tier.HOST    image_slabs slabs for the image and one more for a tail
+        a snapshot, Tier.DEVICE  one page per pool for a tail that is only on the Host, and/or `slot` for the image
+        """
+        self._enter("begin_fill")
+        if isinstance(what, SnapshotHandle):
+            record = self._record("begin_fill", what)
+            return begin_snapshot(self._core, self._owner, record, tier, tuple(handles), slot)
+        self._open("begin_fill", what)
+        if slot is not None:
+            raise InvalidArgument(f"begin_fill: a slot goes with a snapshot, got a lease and slot {slot!r}")
+        return begin_blocks(self._core, self._owner, what._hold, tier, handles)
+
+    def land(self, ticket: Ticket) -> None:
+        """The copies of `ticket` have arrived: they are resident, and its pins end."""
+        self._enter("land")
+        self._flying("land", ticket)
+        land(self._core, ticket)
+
+    def abort(self, ticket: Ticket) -> Freed:
+        """Undo a fill and return its handles, deepest first. The latest fill of a path is undone first.
+
+        Raises AbortTooLate once something was committed or filled below it: then only the engine's end is left."""
+        self._enter("abort")
+        self._flying("abort", ticket)
+        return abort(self._core, ticket).freeze()
+
+    def held(self, lease: Lease, tier: Tier) -> int:
+        """How many blocks of the lease's path the tier holds, filling ones included. O(edges)."""
+        self._open("held", lease)
+        assert lease._hold.edge is not None
+        return min(held(lease._hold.edge, tier), lease._hold.depth)
+
+    def value(self, snapshot: SnapshotHandle) -> float:
+        """H of a retained snapshot: the claim for a Host copy of it. -inf for a superseded one."""
+        record = self._record("value", snapshot)
+        if record.superseded:
+            return -math.inf
+        self._core.worth.flush()
+        return record.value
 
     # ------------------------------------------------------------------ giving up
 
@@ -392,6 +407,22 @@ class PrefixIndex:
         shields = self._shield("evict_device", protect)
         self._counts.device_evictions += core.device.evict(num_blocks, given)
         self._unshield(shields)
+        return given.freeze()
+
+    def evict_host(self, num_slabs: int, protect: Iterable[SnapshotHandle] = (), claim: float = math.inf) -> Freed:
+        """Give up at least `num_slabs` slabs; fewer when what is left is pinned or worth more than `claim`.
+
+        Dead blocks first, then the longest superseded snapshot, then the retained one worth least. What it gave up
+        before it had to stop stays given up: compare `len(freed.slabs)`.
+        """
+        self._enter("evict_host")
+        if num_slabs < 0:
+            raise InvalidArgument(f"evict_host: num_slabs must not be negative, got {num_slabs!r}")
+        given = Given()
+        shields = self._shield("evict_host", protect)
+        self._core.host.evict(num_slabs, claim, given)
+        self._unshield(shields)
+        self._counts.host_evictions += len(given.slabs)
         return given.freeze()
 
     def claim_slot(self, claim: float = math.inf) -> Freed | None:
@@ -416,67 +447,15 @@ class PrefixIndex:
                 raise WrongState(f"clear: no lease may be open in namespace {root.namespace!r}, got {root.pins} pins")
         given = Given()
         for root in chosen:
-            self._clear(root, given)
+            clear_namespace(core, root, given)
         core.epoch += 1
         return given.freeze()
-
-    def _clear(self, root: Root, given: Given) -> None:
-        core = self._core
-        edges: list[Edge] = [root]
-        for edge in edges:
-            child = edge.first
-            while child is not None:
-                edges.append(child)
-                child = child.next
-        pools = self._geometry.num_pools
-        for edge in reversed(edges):
-            for snapshot in edge.snaps:
-                core.worth.drop(snapshot, given)
-            if edge is root:
-                break
-            for i in range(len(edge.pages) - pools, -1, -pools):
-                given.pages.append(core.device.as_pages(tuple(edge.pages[i : i + pools])))
-            core.device_blocks -= edge.dev
-            if edge.slabs is not None:
-                given.slabs.extend(reversed(edge.slabs))
-            core.host_blocks -= edge.host
-            parent = edge.parent
-            assert parent is not None
-            parent.below -= bool(edge.dev)
-            parent.hbelow -= bool(edge.host)
-            edge.dev = edge.host = 0
-            core.tree.truncate(edge, 0)
-            core.forget(edge)
-        core.tree.forget_if_empty(root)
 
     # ------------------------------------------------------------------ observing
 
     def stats(self) -> Stats:
         """Gauges and counters. O(1)."""
-        core = self._core
-        counts = self._counts
-        return Stats(
-            blocks=core.tree.num_blocks,
-            edges=core.tree.num_edges,
-            snapshots=core.num_snapshots,
-            namespaces=len(core.tree.roots),
-            device_blocks=core.device_blocks,
-            device_tails=core.device_tails,
-            evictable_device_pages=core.device_blocks + core.device_tails - core.pinned_blocks - core.pinned_tails,
-            host_blocks=core.host_blocks,
-            inflation=core.inflation,
-            blocks_inserted=counts.inserted,
-            blocks_reattached=counts.reattached,
-            blocks_duplicate=counts.duplicate,
-            snapshots_published=counts.published,
-            snapshots_duplicate=counts.duplicates,
-            snapshots_superseded=core.worth.superseded,
-            snapshots_lost=core.worth.lost,
-            hits=counts.hits,
-            tokens_resumed=counts.tokens_resumed,
-            device_evictions=counts.device_evictions,
-            slot_claims=counts.slot_claims,
-        )
+        return gather(self._core, self._counts)
 
     def dump(self) -> dict[str, object]:
         """The whole state as plain values, edge boundaries, epoch and statistics left out. O(tree)."""
@@ -517,6 +496,12 @@ class PrefixIndex:
             raise StaleHandle(f"{op}: the snapshot must still exist, got {handle!r}")
         return handle._record
 
+    def _flying(self, op: str, ticket: Ticket) -> None:
+        if ticket._owner is not self._owner:
+            raise ForeignHandle(f"{op}: the ticket must be this index's own, got another's")
+        if ticket._hold.edge is None:
+            raise StaleHandle(f"{op}: the fill must be in flight, got {ticket!r}")
+
     def _shield(self, op: str, protect: Iterable[SnapshotHandle]) -> list[tuple[Hold, Snapshot]]:
         records = [self._record(op, handle) for handle in protect]
         shields = []
@@ -532,26 +517,3 @@ class PrefixIndex:
         for hold, snapshot in reversed(shields):
             self._core.unpin_snapshot(snapshot)
             self._core.unpin(hold)
-
-
-class _Counts:
-    """What happened since the index was made."""
-
-    __slots__ = ("device_evictions", "duplicate", "duplicates", "hits", "inserted", "published", "reattached",
-                 "slot_claims", "tokens_resumed")  # fmt: skip
-
-    def __init__(self) -> None:
-        self.inserted = self.reattached = self.duplicate = 0
-        self.published = self.duplicates = 0
-        self.hits = self.tokens_resumed = 0
-        self.device_evictions = self.slot_claims = 0
-
-
-def _anchor(hold: Hold, depth: int) -> tuple[Edge, Edge | None]:
-    """The edge on the hold's path in which `depth` lies, its end included, and the edge below it on that path."""
-    below: Edge | None = None
-    edge = hold.edge
-    assert edge is not None
-    while edge.parent is not None and edge.start >= depth:
-        below, edge = edge, edge.parent
-    return edge, below

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import enum
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
+
+from prefix_index.errors import InvalidArgument
 
 Pages = int | tuple[int, ...]
 """The device copy of one block: a page id, or one page id per pool when there are several."""
@@ -66,27 +71,21 @@ class Freed:
         return bool(self.pages or self.slots or self.slabs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stats:
-    """Gauges (what is there now) and counters (what happened since the index was made)."""
-
-    blocks: int
-    edges: int
-    snapshots: int
-    namespaces: int
-    device_blocks: int
-    device_tails: int
-    evictable_device_pages: int
-    host_blocks: int
-    inflation: float
-    blocks_inserted: int
-    blocks_reattached: int
-    blocks_duplicate: int
-    snapshots_published: int
-    snapshots_duplicate: int
-    snapshots_superseded: int
-    snapshots_lost: int
-    hits: int
-    tokens_resumed: int
-    device_evictions: int
-    slot_claims: int
+def page_array(op: str, pages: Sequence[Pages], num_pools: int, num_blocks: int) -> array[int]:
+    """`pages` as one interleaved array, checked: one id per block, or one tuple of `num_pools` ids."""
+    if len(pages) != num_blocks:
+        raise InvalidArgument(f"{op}: one page entry per block is needed, {num_blocks}, got {len(pages)}")
+    try:
+        if num_pools == 1:
+            flat: array[int] = array("q", cast("Sequence[int]", pages))
+        else:
+            flat = array("q")
+            for entry in cast("Sequence[tuple[int, ...]]", pages):
+                if len(entry) != num_pools:
+                    raise InvalidArgument(f"{op}: a block needs one page per pool, {num_pools}, got {entry!r}")
+                flat.extend(entry)
+    except (TypeError, OverflowError) as error:
+        raise InvalidArgument(f"{op}: pages must be ints, one tuple per block with several pools; {error}") from None
+    if flat and min(flat) < 0:
+        raise InvalidArgument(f"{op}: a page id must not be negative, got {min(flat)}")
+    return flat

@@ -105,6 +105,8 @@ class Worth:
         snapshot.where &= ~(DEVICE_IMAGE | DEVICE_TAIL | HOST)
         core.num_snapshots -= 1
         core.epoch += 1
+        if core.host_blocks and not edge.live:
+            core.host.offer_path(edge)
         core.tree.forget_if_empty(edge)
 
     def drop_slot(self, snapshot: Snapshot, given: Given) -> None:
@@ -119,6 +121,8 @@ class Worth:
     def offer(self, snapshot: Snapshot) -> None:
         """Queue a snapshot wherever it may be a victim."""
         self._core.slots.offer(snapshot)
+        if snapshot.where & HOST:
+            self._core.host.offer_snapshot(snapshot)
 
     # ------------------------------------------------------------------ retained snapshots
 

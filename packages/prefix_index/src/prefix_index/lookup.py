@@ -1,0 +1,182 @@
+"""The walk of a look-up. Reads the tree, changes nothing, and copies out whatever the answer may be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from prefix_index.core import Geometry
+from prefix_index.errors import InvalidArgument
+from prefix_index.fills import Ticket
+from prefix_index.match import Match, Span
+from prefix_index.nodes import Edge, Root, Snapshot
+from prefix_index.prompt import TOKEN_BYTES, Prompt
+from prefix_index.tree import common_blocks, common_extras
+from prefix_index.values import Reason, Tier
+
+
+def find(
+    root: Root | None, prompt: Prompt, exclude: Sequence[Span], geometry: Geometry, snapshots: bool, match: Match
+) -> None:
+    """Fill `match` with what lies below `root`. O(edges), one `startswith` each."""
+    path: list[Edge] = []
+    found: list[Snapshot] = []
+    where: list[int] = []
+    match._path = path
+    match._where = where
+    match._filling = ()
+    match._found = found if snapshots else None
+    match._reason = Reason.NONE
+    match._depths = range(0)
+    match._matched_blocks = match._device_blocks = match._host_blocks = 0
+    if root is None or prompt._num_tokens < 2:
+        return
+    tokens = prompt._tokens
+    startswith = tokens.startswith
+    extras = prompt._block_extras
+    width = geometry.block_tokens * TOKEN_BYTES
+    position = 0
+    partial = 0
+    node: Edge = root
+    for snapshot in root.snaps:
+        if startswith(snapshot.tail) and _same_extra(prompt, snapshot):
+            found.append(snapshot)
+            where.append(snapshot.where)
+    while True:
+        edge = node.first
+        if edge is None:
+            break
+        if edge.next is not None:
+            block = position // width
+            hashes = prompt._hashes
+            if block >= len(hashes):
+                break
+            edge = node.branch.get(hashes[block])  # type: ignore[union-attr]
+            if edge is None:
+                break
+        run = edge.tokens
+        if edge.extras is not extras or edge.twin is not None or not startswith(run, position):
+            edge, partial = _longest_twin(edge, prompt, position // width, width)
+            if partial < edge.end - edge.start:
+                if partial:
+                    path.append(edge)
+                break
+            partial = 0
+            run = edge.tokens
+        position += len(run)
+        path.append(edge)
+        node = edge
+        for snapshot in edge.snaps:
+            if not snapshot.tail or (startswith(snapshot.tail, position) and _same_extra(prompt, snapshot)):
+                found.append(snapshot)
+                where.append(snapshot.where)
+    limit = prompt._num_tokens - 1  # the last token is always computed
+    blocks = position // width + partial
+    if blocks * geometry.block_tokens > limit:
+        blocks = limit // geometry.block_tokens
+        if path and path[-1].start >= blocks:
+            path.pop()
+    while found and found[-1].frontier > limit:
+        found.pop()
+        where.pop()
+    match._matched_blocks = blocks
+    for edge in reversed(path):
+        if edge.dev:
+            match._device_blocks = min(edge.start + edge.dev, blocks)
+            break
+    if root.hbelow:
+        for edge in reversed(path):
+            if edge.host:
+                match._host_blocks = min(edge.start + edge.host, blocks)
+                break
+    if snapshots:
+        _settle_snapshots(match, exclude)
+    else:
+        _settle_boundaries(match, exclude)
+
+
+def _settle_snapshots(match: Match, exclude: Sequence[Span]) -> None:
+    """Reject what lies in an excluded span and say why the end of the path cannot be resumed."""
+    found = match._found
+    assert found is not None
+    blocks = match._matched_blocks
+    depth = match._geometry.depth
+    excluded = False
+    if exclude:
+        for i in range(len(found) - 1, -1, -1):
+            if _inside(found[i].frontier, exclude):
+                excluded = excluded or i == len(found) - 1
+                del found[i], match._where[i]
+    best = depth(found[-1].frontier) if found else 0
+    if best < blocks:
+        if excluded:
+            match._reason = Reason.EXCLUDED
+        elif any(edge.lost and best < edge.end <= blocks for edge in reversed(match._path)):
+            match._reason = Reason.IMAGE_LOST
+        else:
+            match._reason = Reason.NO_SNAPSHOT
+
+
+def _settle_boundaries(match: Match, exclude: Sequence[Span]) -> None:
+    """Without snapshots every block boundary of the path can be resumed, the excluded ones apart."""
+    size = match._geometry.block_tokens
+    match._depths = range(1, match._matched_blocks + 1)
+    if exclude:
+        match._depths = [depth for depth in match._depths if not _inside(depth * size, exclude)]
+        if match._matched_blocks and (not match._depths or match._depths[-1] < match._matched_blocks):
+            match._reason = Reason.EXCLUDED
+
+
+def note_filling(match: Match, tickets: Iterable[Ticket]) -> None:
+    """Record which matched blocks are still on their way to the device. O(edges) per fill in flight."""
+    on_path = set(map(id, match._path))
+    blocks = match._matched_blocks
+    found = []
+    for ticket in tickets:
+        if ticket._tier is Tier.DEVICE and ticket._snapshot is None:
+            at = ticket._hold.edge
+            end = ticket._hold.depth
+            while at is not None and id(at) not in on_path:
+                at = at.parent
+                end = at.end if at is not None else 0
+            end = min(end, blocks)
+            if ticket._first < end:
+                found.append((ticket._first, end))
+    match._filling = tuple(sorted(found))
+    best = match.best
+    if match._reason is Reason.NONE and best is not None and best.filling:
+        match._reason = Reason.FILLING
+
+
+def _inside(frontier: int, spans: Sequence[Span]) -> bool:
+    return any(begin < frontier < end for begin, end in spans)
+
+
+def _same_extra(prompt: Prompt, snapshot: Snapshot) -> bool:
+    return prompt._extras.at(snapshot.frontier) == snapshot.extra
+
+
+def _longest_twin(edge: Edge, prompt: Prompt, block: int, width: int) -> tuple[Edge, int]:
+    """Among children with an equal hash the one that shares most with the prompt, and how many blocks that is."""
+    left = len(prompt._hashes) - block
+    best, longest = edge, 0
+    other: Edge | None = edge
+    while other is not None:
+        limit = min(other.end - other.start, left)
+        if limit > longest:
+            same = common_blocks(other.tokens, 0, prompt._tokens, block * width, limit, width)
+            same = common_extras(other.extras, 0, prompt._block_extras, block, same)
+            if same > longest:
+                best, longest = other, same
+        other = other.twin
+    return best, longest
+
+
+def spans(op: str, exclude: Sequence[Span]) -> tuple[Span, ...]:
+    """Excluded (begin, end) token spans, checked."""
+    checked = tuple((int(begin), int(end)) for begin, end in exclude)
+    for begin, end in checked:
+        if not 0 <= begin <= end:
+            raise InvalidArgument(
+                f"{op}: an excluded span must be (begin, end) with 0 <= begin <= end, got {(begin, end)}"
+            )
+    return checked

@@ -1,0 +1,76 @@
+"""Publishing: checks what a lane says about its state, cuts the edge at the anchor, hangs the snapshot there."""
+
+from __future__ import annotations
+
+from prefix_index.core import Core, anchor
+from prefix_index.errors import InvalidArgument, WrongState
+from prefix_index.fills import held
+from prefix_index.lease import Lease
+from prefix_index.lineage import join, supersede_below
+from prefix_index.nodes import DEVICE_IMAGE, DEVICE_TAIL, Snapshot
+from prefix_index.prompt import TOKEN_BYTES
+from prefix_index.values import SnapshotKind, Tier
+
+
+def publish(
+    core: Core, lease: Lease, frontier: int, slot: int, tail: bytes, pages: tuple[int, ...], kind: SnapshotKind
+) -> tuple[Snapshot, bool]:
+    """The snapshot at `frontier` and whether it is new; an equal one is refreshed, and retained again if superseded."""
+    depth = core.geometry.depth(frontier)
+    _check(core, lease, frontier, depth, slot, tail, pages)
+    edge, below = anchor(lease._hold, depth)
+    if tail and depth < lease._hold.depth:
+        there, at = (edge, depth - edge.start) if depth < edge.end else (below, 0)
+        assert there is not None
+        if not there.tokens.startswith(tail, at * core.tree.scheme.block_bytes):
+            raise InvalidArgument(f"publish: the tail must repeat the committed block {depth}, got other tokens")
+    lease._worked = True
+    extra = lease._prompt._extras.at(frontier) if tail else 0
+    supersede_below(core, lease, frontier, kind)
+    if depth == edge.end:
+        for other in edge.snaps:
+            if other.tail == tail and other.extra == extra:
+                if kind is SnapshotKind.BOUNDARY:
+                    other.set_kind(kind)
+                core.worth.refresh(other, hit=False)
+                join(lease, other, kind)
+                return other, False
+    else:
+        edge = core.split(edge, depth, lease._prompt._hashes[depth] if depth < lease._along else None)
+    core.serial += 1
+    snapshot = Snapshot(core.serial, edge, frontier, tail, extra)
+    snapshot.set_kind(kind)
+    snapshot.slot = slot
+    snapshot.where |= DEVICE_IMAGE
+    if tail:
+        snapshot.tail_pages = pages
+        snapshot.where |= DEVICE_TAIL
+        snapshot.tick = core.tick()
+        edge.below += 1
+        core.device_tails += 1
+        core.device.offer_tail(snapshot)
+    core.worth.attach(snapshot)
+    core.slots.offer(snapshot)
+    join(lease, snapshot, kind)
+    return snapshot, True
+
+
+def _check(core: Core, lease: Lease, frontier: int, depth: int, slot: int, tail: bytes, pages: tuple[int, ...]) -> None:
+    geometry = core.geometry
+    hold = lease._hold
+    resumed = lease._resume_frontier
+    if frontier <= resumed:
+        raise InvalidArgument(f"publish: frontier must lie above {resumed}, the resume point, got {frontier}")
+    if depth > hold.depth:
+        raise InvalidArgument(f"publish: {frontier} tokens need {depth} committed blocks, got {hold.depth}")
+    expected = frontier - depth * geometry.block_tokens
+    if len(tail) != expected * TOKEN_BYTES:
+        raise InvalidArgument(f"publish: the tail must be {expected} tokens, got {len(tail) // TOKEN_BYTES}")
+    if len(pages) != (geometry.num_pools if tail else 0):
+        raise InvalidArgument(f"publish: a tail needs {geometry.num_pools} pages, no tail none, got {pages!r}")
+    if slot < 0 or any(page < 0 for page in pages):
+        raise InvalidArgument(f"publish: slot and pages must not be negative, got slot {slot!r}, pages {pages!r}")
+    assert hold.edge is not None
+    there = held(hold.edge, Tier.DEVICE)
+    if there < depth:
+        raise WrongState(f"publish: {depth} blocks of the path must be held on the device, got {there}")

@@ -1,0 +1,79 @@
+"""What the index counts: gauges of what is there, counters of what happened since it was made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefix_index.core import Core
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the verbs count as they run; evictions and losses are counted where they happen."""
+
+    inserted: int = 0
+    reattached: int = 0
+    duplicate: int = 0
+    published: int = 0
+    duplicates: int = 0
+    hits: int = 0
+    tokens_resumed: int = 0
+    device_evictions: int = 0
+    host_evictions: int = 0
+    slot_claims: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Gauges (what is there now) and counters (what happened since the index was made)."""
+
+    blocks: int
+    edges: int
+    snapshots: int
+    namespaces: int
+    device_blocks: int
+    device_tails: int
+    evictable_device_pages: int
+    host_blocks: int
+    inflation: float
+    blocks_inserted: int
+    blocks_reattached: int
+    blocks_duplicate: int
+    snapshots_published: int
+    snapshots_duplicate: int
+    snapshots_superseded: int
+    snapshots_lost: int
+    hits: int
+    tokens_resumed: int
+    device_evictions: int
+    host_evictions: int
+    slot_claims: int
+    fills_in_flight: int
+
+
+def gather(core: Core, counts: Counters) -> Stats:
+    """The statistics now. O(1)."""
+    return Stats(
+        blocks=core.tree.num_blocks,
+        edges=core.tree.num_edges,
+        snapshots=core.num_snapshots,
+        namespaces=len(core.tree.roots),
+        device_blocks=core.device_blocks,
+        device_tails=core.device_tails,
+        evictable_device_pages=core.device_blocks + core.device_tails - core.pinned_blocks - core.pinned_tails,
+        host_blocks=core.host_blocks,
+        inflation=core.inflation,
+        blocks_inserted=counts.inserted,
+        blocks_reattached=counts.reattached,
+        blocks_duplicate=counts.duplicate,
+        snapshots_published=counts.published,
+        snapshots_duplicate=counts.duplicates,
+        snapshots_superseded=core.worth.superseded,
+        snapshots_lost=core.worth.lost,
+        hits=counts.hits,
+        tokens_resumed=counts.tokens_resumed,
+        device_evictions=counts.device_evictions,
+        host_evictions=counts.host_evictions,
+        slot_claims=counts.slot_claims,
+        fills_in_flight=len(core.tickets),
+    )
