@@ -79,7 +79,7 @@ def test_without_tools_the_tags_are_text() -> None:
     ],
 )
 def test_a_call_that_cannot_be_read_is_passed_on_word_for_word(broken: str) -> None:
-    assert parse(f"a {broken}", tools=True) in ([Content(f"a{broken}")], [Content(f"a {broken}")])
+    assert parse(f"a {broken}", tools=True) == [Content(f"a {broken}")]
 
 
 @given(st.integers(0, 2**32))

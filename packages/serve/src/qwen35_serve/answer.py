@@ -53,7 +53,8 @@ class AnswerParser:
         self._tools = {_name(tool): _parameters(tool) for tool in tools or ()}
         self._in_call = False
         self._text = ""
-        self._trim = True  # white space before the next content is layout, not answer
+        self._space = ""  # held back: answer if more text follows, layout if a call does
+        self._blank = True  # nothing of the answer since its beginning or the last call
 
     def feed(self, text: str) -> list[Delta]:
         self._text += text
@@ -64,8 +65,8 @@ class AnswerParser:
         deltas = list(self._split())
         if self._in_call:
             self._text, self._in_call = _BEGIN_CALL + self._text, False
-        rest, self._text = self._text, ""
-        return [*deltas, *self._plain(rest)]
+        deltas += self._plain(self._take(len(self._text)))
+        return [*deltas, Content(self._space)] if self._space else deltas
 
     def _split(self) -> Iterator[Delta]:
         while True:
@@ -88,26 +89,33 @@ class AnswerParser:
             if marker == _END_CALL:
                 self._in_call = False
                 call = self._read_call(before)
-                yield from [call] if call else self._plain(f"{_BEGIN_CALL}{before}{_END_CALL}")
+                if call is None:
+                    yield from self._plain(f"{_BEGIN_CALL}{before}{_END_CALL}")
+                else:
+                    self._space, self._blank = "", True
+                    yield call
             else:
-                yield from self._plain(before if self._thinking else before.rstrip())
+                yield from self._plain(before)
                 self._thinking, self._in_call = False, marker == _BEGIN_CALL
-            self._trim = True
 
     def _take(self, length: int) -> str:
         taken, self._text = self._text[:length], self._text[length:]
         return taken
 
     def _plain(self, text: str) -> Iterator[Delta]:
+        """Pass text on. White space at the beginning of the answer and around calls is layout, so it waits for more."""
         if self._thinking:
             if text:
                 yield Thinking(text)
             return
-        if self._trim:
+        text = self._space + text
+        if self._blank:
             text = text.lstrip()
-            self._trim = not text
-        if text:
-            yield Content(text)
+        shown = text.rstrip() if self._tools else text
+        self._space = text[len(shown) :]
+        if shown:
+            self._blank = False
+            yield Content(shown)
 
     def _read_call(self, text: str) -> CalledTool | None:
         call = _CALL.fullmatch(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import signal
@@ -24,6 +25,7 @@ __all__ = ["main"]
 
 _USAGE_ERROR = 2
 _GRACE_SECONDS = 5
+_BACKLOG = 2048
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,16 +131,18 @@ class _CannotListen(Exception):
 def _listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise _CannotListen(f"--port must be between 0 and 65535, got {port}")
-    try:
-        family, kind, proto, _name, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, proto)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError as error:
-        raise _CannotListen(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    with contextlib.ExitStack() as on_failure:
+        try:
+            family, kind, proto, _name, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listener = on_failure.enter_context(socket.socket(family, kind, proto))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise _CannotListen(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+        on_failure.pop_all()
     return listener
 
 
