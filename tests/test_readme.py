@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from server_process import running_server
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"```bash\n(.*?)\n```", README, re.DOTALL)
@@ -64,6 +66,17 @@ def shell(command: str, folder: Path, environment: dict[str, str]) -> Iterator[s
         process.wait(timeout=60)
         assert process.stdout is not None
         process.stdout.close()
+
+
+def test_the_python_snippet_shows_reuse(capsys: pytest.CaptureFixture[str]) -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)\n```", README, re.DOTALL)
+    with running_server() as server:
+        here = snippet.replace("http://127.0.0.1:8080/v1", f"{server.url}/v1")
+        assert here != snippet
+        exec(compile(f"{here}\nclient.close()", "README.md", "exec"), {})
+    first, second = [list(map(int, re.findall(r"\d+", line))) for line in capsys.readouterr().out.splitlines()]
+    assert first[1] == 0
+    assert second[0] > second[1] >= first[0] - 10
 
 
 @pytest.mark.readme
