@@ -124,7 +124,7 @@ class FakeCuda:
     def enqueue(self, copy, direction):
         """An `EnqueueCopy`: the bytes move when the current stream gets there."""
         self.check_alive()
-        self._current.queue.append(("run", lambda: copy_now(copy, direction)))
+        self._current.queue.append(("run", lambda: copy_now((copy,), direction)))
 
     def compute_soon(self, work):
         """Queue `work` on the compute stream, like a kernel."""

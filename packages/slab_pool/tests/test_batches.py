@@ -38,8 +38,7 @@ def test_record_copies_move_their_range_and_nothing_else(pairs, data):
                 want_slabs[slab, inside] = want_arena[page, begin:end]
         runs = pool.plan_runs([page for page, _ in pairs], [handles[slab] for _, slab in pairs], record_bytes=RECORD)
         copies = record_copies(pool, arena, runs, begin, end, slab_begin=slab_begin)
-        for copy in copies:
-            copy_now(copy, direction)
+        copy_now(copies, direction)
         assert torch.equal(arena, want_arena)
         assert torch.equal(torch.stack([pool.tensor(handle) for handle in handles]), want_slabs)
         assert sum(copy.num_bytes for copy in copies) == len(pairs) * (end - begin)
@@ -80,8 +79,7 @@ def test_image_copies_pack_the_range_over_the_slabs_in_their_order(order, image_
             for position, index in enumerate(order[:3]):
                 want_slabs[index] = packed[position * SLAB : (position + 1) * SLAB]
         copies = image_copies(pool, arena, slot, chosen, begin, end)
-        for copy in copies:
-            copy_now(copy, direction)
+        copy_now(copies, direction)
         assert torch.equal(arena, want_arena)
         assert torch.equal(torch.stack([pool.tensor(handle) for handle in handles]), want_slabs)
         assert sum(copy.num_bytes for copy in copies) == end - begin
@@ -160,7 +158,7 @@ def test_records_beyond_the_arena_are_refused():
 def test_image_ranges_outside_are_refused(slot, begin, end):
     with small_pool(4) as pool:
         arena = torch.zeros(2, SLAB + 1, dtype=torch.uint8)
-        with pytest.raises(ValueError, match="slot and range must lie in 2 images"):
+        with pytest.raises(ValueError, match="index and range must lie in 2 images"):
             image_copies(pool, arena, slot, pool.acquire(2), begin, end)
 
 

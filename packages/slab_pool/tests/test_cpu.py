@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slab_pool import CALLING_THREAD, CopyBatch, CpuCopyStream, Direction, record_copies
-from slab_pool.cpu import copy_now
+from slab_pool.cpu import HostCompletion, copy_now
 from slab_pool_strategies import SLAB, small_pool
 
 
@@ -20,10 +20,11 @@ class GatedCopies:
         self.made = []
         self.threads = set()
 
-    def __call__(self, copy, direction):
+    def __call__(self, copies, direction):
+        (copy,) = copies
         if not self.gate.acquire(timeout=60):
             raise AssertionError("nobody opened the gate")
-        copy_now(copy, direction)
+        copy_now(copies, direction)
         self.made.append(copy.device_offset // copy.device_pitch)
         self.threads.add(threading.get_ident())
 
@@ -114,6 +115,38 @@ def test_waiting_on_a_later_part_waits_for_it(gated):
     assert seen == [9]
 
 
+def test_waiters_for_different_parts_are_each_woken_in_their_turn():
+    completion = HostCompletion()
+    done = [threading.Event() for _ in range(4)]
+
+    def waiter(index):
+        completion.wait(index + 1) if index < 3 else completion.wait_finished()
+        done[index].set()
+
+    threads = [threading.Thread(target=waiter, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for index in range(3):
+        assert not any(event.is_set() for event in done[index:])
+        completion.land_part()
+        assert done[index].wait(60)
+    completion.finish()
+    assert done[3].wait(60)
+    for thread in threads:
+        thread.join()
+
+
+def test_a_failure_wakes_every_waiter():
+    completion = HostCompletion()
+    threads = [threading.Thread(target=completion.wait, args=(index,)) for index in range(1, 4)]
+    for thread in threads:
+        thread.start()
+    completion.finish(error=OSError("gone"))
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
 def test_a_ticket_of_another_stream_is_waited_for(gated):
     """Write-through and restore of one slab on two streams: the restore sees what was written."""
     copies, slow, pool = gated
@@ -158,7 +191,7 @@ def test_submit_waits_for_room(gated):
 def test_an_error_in_the_thread_reaches_nobody_s_stack(gated, recwarn):
     _, _, pool = gated
 
-    def broken(copy, direction):
+    def broken(copies, direction):
         raise SystemError("no such memory")
 
     stream = CpuCopyStream(copy=broken)

@@ -31,8 +31,8 @@ def test_what_is_encoded_is_decoded(pages, num_slabs, tables):
     assert num_tables_of(front[:FIXED_BYTES]) == len(tables)
     assert decode_header(front[: header.header_bytes], file_bytes=header.file_bytes) == header
     assert split_tables(header, front[header.header_bytes :]) == tuple(tables)
-    sums = list(range(num_slabs))
-    assert decode_trailer(header, encode_trailer(sums)) == tuple(sums)
+    digests = tuple(bytes([index]) * 12 for index in range(num_slabs))
+    assert decode_trailer(header, encode_trailer(digests)) == digests
 
 
 def test_the_layout_is_frozen():
@@ -41,7 +41,7 @@ def test_the_layout_is_frozen():
     assert front[:40] == struct.pack("<8sIIQQQ", b"SLABPOOL", VERSION, 2, 4096, 2, 2)
     assert VERSION == 1
     assert front[60:62] == b"ab"
-    assert encode_trailer([7])[:20] == struct.pack("<8sQI", b"SLABSUMS", 1, 7)
+    assert encode_trailer([b"d" * 12])[:28] == struct.pack("<8sQ12s", b"SLABSUMS", 1, b"d" * 12)
 
 
 def test_too_many_tables_are_refused():
@@ -79,4 +79,4 @@ def test_lengths_and_sizes_are_checked():
 def test_a_trailer_of_another_file_is_refused():
     header, _ = encode_front(4096, 2, [])
     with pytest.raises(ImageDamaged, match="of 2, got"):
-        decode_trailer(header, encode_trailer([1, 2, 3]))
+        decode_trailer(header, encode_trailer([bytes(12)] * 3))

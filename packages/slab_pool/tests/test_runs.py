@@ -23,7 +23,7 @@ def plan(pairs, slabs_per_chunk=7, max_pitch_bytes=10_000, record_bytes=1000, sl
 
 def expand(runs, slabs_per_chunk=7):
     return [
-        (run.page + i * run.page_stride, run.chunk * slabs_per_chunk + run.row + i * run.row_stride)
+        (run.record + i * run.record_stride, run.chunk * slabs_per_chunk + run.row + i * run.row_stride)
         for run in runs
         for i in range(run.num_records)
     ]

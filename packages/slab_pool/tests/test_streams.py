@@ -42,7 +42,7 @@ def make_fake_cuda(failures, **options):
     cuda = FakeCuda()
 
     def enqueue(copy, direction):
-        failures(copy, direction)  # counts and fails at once, as a refused launch does; copies nothing
+        failures((copy,), direction)  # counts and fails at once, as a refused launch does; copies nothing
         cuda.enqueue(copy, direction)
 
     failures.copy_nothing()
@@ -56,7 +56,7 @@ def make_cuda(failures, **options):
     failures.copy_nothing()
 
     def counted(enqueue):
-        return lambda copy, direction: (failures(copy, direction), enqueue(copy, direction))
+        return lambda copy, direction: (failures((copy,), direction), enqueue(copy, direction))
 
     stream.transport = Transport(stream.transport.name, counted(strided))
     stream._contiguous = counted(contiguous)
@@ -65,7 +65,7 @@ def make_cuda(failures, **options):
 
 class Failures(CopyFailures):
     def copy_nothing(self):
-        self._copy = lambda copy, direction: None
+        self._copy = lambda copies, direction: None
 
 
 KINDS = [

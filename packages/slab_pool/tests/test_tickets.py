@@ -7,7 +7,7 @@ from slab_pool.cpu import HostCompletion
 
 
 def make(num_parts=3):
-    completion = HostCompletion(num_parts)
+    completion = HostCompletion()
     batch = CopyBatch.of(Direction.DEVICE_TO_HOST, [(f"part {index}", []) for index in range(num_parts)])
     return Ticket(8, batch, completion), completion
 

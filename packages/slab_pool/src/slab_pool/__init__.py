@@ -9,7 +9,7 @@ has come:
 >>> arena = torch.arange(8, dtype=torch.uint8).repeat_interleave(4096).view(8, 4096)  # 8 records
 >>> slabs = pool.acquire(3)
 >>> runs = pool.plan_runs([2, 3, 4], slabs, record_bytes=4096)
->>> len(runs)  # consecutive pages, consecutive slabs: one copy
+>>> len(runs)  # consecutive records, consecutive slabs: one copy
 1
 >>> copies = slab_pool.open_copy_stream("cpu")
 >>> batch = slab_pool.CopyBatch.of(

@@ -106,15 +106,15 @@ def record_copies(
     slab_bytes = pool.slab_bytes
     width = end - begin
     copies = []
-    for page, page_stride, chunk, row, row_stride, count in runs:
-        if page + (count - 1) * page_stride >= num_records:
+    for record, record_stride, chunk, row, row_stride, count in runs:
+        if record + (count - 1) * record_stride >= num_records:
             raise ValueError(
-                f"record_copies: records must be below {num_records}, got {page + (count - 1) * page_stride}"
+                f"record_copies: records must be below {num_records}, got {record + (count - 1) * record_stride}"
             )
         host = pool.chunk_tensor(chunk)
-        device_offset = page * record_bytes + begin
+        device_offset = record * record_bytes + begin
         host_offset = row * slab_bytes + slab_begin + begin
-        device_pitch = page_stride * record_bytes
+        device_pitch = record_stride * record_bytes
         host_pitch = row_stride * slab_bytes
         if device_pitch == host_pitch == width:
             copies.append(Copy(flat, device_offset, width * count, host, host_offset, width * count, width * count, 1))
@@ -123,17 +123,17 @@ def record_copies(
     return copies
 
 
-def image_copies(pool: SlabPool, arena: Tensor, slot: int, handles: Sequence[int], begin: int, end: int) -> list[Copy]:
-    """Bytes `[begin, end)` of the image in slot `slot`, packed over the slabs `handles` in their order.
+def image_copies(pool: SlabPool, arena: Tensor, index: int, handles: Sequence[int], begin: int, end: int) -> list[Copy]:
+    """Bytes `[begin, end)` of image `index`, packed over the slabs `handles` in their order.
 
-    `arena` is the device's `uint8[num_slots, image_bytes]`, contiguous. Slabs that follow each other in one
+    `arena` is the device's `uint8[num_images, image_bytes]`, contiguous. Slabs that follow each other in one
     chunk are copied as one piece.
     """
     flat, image_bytes = _flat_arena("image_copies", arena)
-    if not (0 <= begin <= end <= image_bytes and 0 <= slot < arena.shape[0]):
+    if not (0 <= begin <= end <= image_bytes and 0 <= index < arena.shape[0]):
         raise ValueError(
-            f"image_copies: slot and range must lie in {arena.shape[0]} images of {image_bytes} bytes,"
-            f" got slot {slot} and [{begin}, {end})"
+            f"image_copies: index and range must lie in {arena.shape[0]} images of {image_bytes} bytes,"
+            f" got index {index} and [{begin}, {end})"
         )
     if len(handles) != -(-image_bytes // pool.slab_bytes):
         raise ValueError(
@@ -142,9 +142,9 @@ def image_copies(pool: SlabPool, arena: Tensor, slot: int, handles: Sequence[int
         )
     numbers = pool.slab_numbers(handles)
     copies: list[Copy] = []
-    base = slot * image_bytes
-    for index, slab_begin, record_begin, length in record_spans(begin, end, pool.slab_bytes):
-        chunk, row = divmod(numbers[index], pool.slabs_per_chunk)
+    base = index * image_bytes
+    for ordinal, slab_begin, record_begin, length in record_spans(begin, end, pool.slab_bytes):
+        chunk, row = divmod(numbers[ordinal], pool.slabs_per_chunk)
         host = pool.chunk_tensor(chunk)
         host_offset = row * pool.slab_bytes + slab_begin
         last = copies[-1] if copies else None

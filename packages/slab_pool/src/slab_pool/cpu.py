@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,33 +21,49 @@ from slab_pool.streams import (
 )
 from slab_pool.tickets import Ticket
 
-CopyFunction = Callable[[Copy, Direction], None]
+CopyFunction = Callable[[Sequence[Copy], Direction], None]
 
 
-def copy_now(copy: Copy, direction: Direction) -> None:
-    """Make one copy between two CPU tensors, in the calling thread."""
-    if copy.rows == 1:  # no views: for a slice of 64 KiB they take as long as the copy
-        device = copy.device.data_ptr() + copy.device_offset
-        host = copy.host.data_ptr() + copy.host_offset
-        if direction is Direction.HOST_TO_DEVICE:
-            ctypes.memmove(device, host, copy.width)
-        else:
-            ctypes.memmove(host, device, copy.width)
-    elif direction is Direction.HOST_TO_DEVICE:
-        copy.device_view().copy_(copy.host_view())
-    else:
-        copy.host_view().copy_(copy.device_view())
+def copy_now(copies: Sequence[Copy], direction: Direction) -> None:
+    """Make copies between CPU tensors, one after the other, in the calling thread."""
+    for single, group in itertools.groupby(copies, key=_is_single_row):
+        if single:
+            _move_rows(list(group), direction)
+            continue
+        for copy in group:
+            if direction is Direction.HOST_TO_DEVICE:
+                copy.device_view().copy_(copy.host_view())
+            else:
+                copy.host_view().copy_(copy.device_view())
+
+
+def _is_single_row(copy: Copy) -> bool:
+    return copy.rows == 1
+
+
+def _move_rows(copies: list[Copy], direction: Direction) -> None:
+    # Addresses first, then one loop in C. With two views and an operator a copy, scattered slices of 64 KiB ran at half
+    # the speed: the interpreter's own data had left the caches each time it came back to it.
+    device = [copy.device.data_ptr() + copy.device_offset for copy in copies]
+    host = [copy.host.data_ptr() + copy.host_offset for copy in copies]
+    destination, source = (device, host) if direction is Direction.HOST_TO_DEVICE else (host, device)
+    deque(map(ctypes.memmove, destination, source, [copy.width for copy in copies]), maxlen=0)
+
+
+_NEVER = 1 << 62
 
 
 class HostCompletion:
     """Progress of a batch that threads of this process can see: a count under a lock."""
 
-    __slots__ = ("_condition", "_finished", "_landed", "_num_parts", "_seconds", "error")
+    __slots__ = ("_condition", "_finished", "_landed", "_seconds", "_wanted", "error")
 
-    def __init__(self, num_parts: int) -> None:
+    def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._num_parts = num_parts
         self._landed = 0
+        # The fewest parts anybody waits for: a waiter that is woken for every part takes the interpreter's lock from
+        # the thread that copies, each time.
+        self._wanted = _NEVER
         self._finished = False
         self._seconds = 0.0
         self.error: BaseException | None = None
@@ -58,14 +75,15 @@ class HostCompletion:
         return self._finished
 
     def wait(self, num_parts: int) -> None:
-        if self._landed < num_parts and not self._finished:
-            with self._condition:
-                self._condition.wait_for(lambda: self._landed >= num_parts or self._finished)
+        with self._condition:
+            while self._landed < num_parts and not self._finished:
+                self._wanted = min(self._wanted, num_parts)
+                self._condition.wait()
 
     def wait_finished(self) -> None:
-        if not self._finished:
-            with self._condition:
-                self._condition.wait_for(lambda: self._finished)
+        with self._condition:
+            while not self._finished:
+                self._condition.wait()
 
     def wait_on(self, part: int, compute: Any) -> None:
         check_calling_thread("wait_on", compute)
@@ -79,7 +97,9 @@ class HostCompletion:
     def land_part(self) -> None:
         with self._condition:
             self._landed += 1
-            self._condition.notify_all()
+            if self._landed >= self._wanted:
+                self._wanted = _NEVER
+                self._condition.notify_all()
 
     def finish(self, *, seconds: float = 0.0, error: BaseException | None = None) -> None:
         """The batch is at rest: landed, or failed with `error`."""
@@ -115,7 +135,7 @@ class CpuCopyStream(CopyStream):
         check_host_prerequisite(after)
 
     def _start(self, batch: CopyBatch, after: tuple[Any, ...]) -> HostCompletion:
-        completion = HostCompletion(len(batch.parts))
+        completion = HostCompletion()
         if self._thread is None:
             # A daemon, so that an interpreter that ends without close() does not wait for it forever.
             self._thread = threading.Thread(target=self._run, name="slab-pool-copy", daemon=True)
@@ -155,8 +175,7 @@ class CpuCopyStream(CopyStream):
                     prerequisite.completion.wait_finished()
             begin = time.perf_counter()
             for part in batch.parts:
-                for copy in part.copies:
-                    self._copy(copy, batch.direction)
+                self._copy(part.copies, batch.direction)
                 completion.land_part()
         except BaseException as error:
             completion.finish(error=error)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from slab_pool.digest import SlabDigest
 from slab_pool.errors import ImageCancelled, ImageDamaged, ImageUnsuitable
 from slab_pool.image_format import (
     FIXED_BYTES,
@@ -74,8 +74,8 @@ def save_image(
     try:
         try:
             _write_all(write, descriptor, memoryview(front))
-            checksums = _write_slabs(write, descriptor, pool, handles, progress, cancelled)
-            _write_all(write, descriptor, memoryview(encode_trailer(checksums)))
+            digests = _write_slabs(write, descriptor, pool, handles, progress, cancelled)
+            _write_all(write, descriptor, memoryview(encode_trailer(digests)))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -96,21 +96,21 @@ def _write_slabs(
     handles: Sequence[int],
     progress: Progress | None,
     cancelled: Callable[[], bool] | None,
-) -> list[int]:
-    # Checksums are computed beside the writing: both let go of the interpreter's lock.
+) -> list[bytes]:
+    digest = SlabDigest(pool.slab_bytes)
+    # Digests are computed beside the writing: both let go of the interpreter's lock.
     with ThreadPoolExecutor(1, thread_name_prefix="slab-pool-sum") as summing:
-        sums: list[Future[int]] = []
+        digests: list[Future[bytes]] = []
         try:
             for index, handle in enumerate(handles):
                 _check_cancelled(cancelled, f"save_image: at slab {index} of {len(handles)}")
                 if progress is not None:
                     progress(index, len(handles))
-                memory = pool.memory(handle)
-                sums.append(summing.submit(zlib.crc32, memory))
-                _write_all(write, descriptor, memory)
+                digests.append(summing.submit(digest, pool.tensor(handle)))
+                _write_all(write, descriptor, pool.memory(handle))
             if progress is not None:
                 progress(len(handles), len(handles))
-            return [future.result() for future in sums]
+            return [future.result() for future in digests]
         except BaseException:
             summing.shutdown(cancel_futures=True)
             raise
@@ -151,7 +151,7 @@ class ImageFile:
             between = self._header.slabs_begin - self._header.header_bytes
             self.tables = split_tables(self._header, self._read(self._header.header_bytes, between, "tables"))
             trailer = self._read(self._header.trailer_begin, self._header.trailer_bytes, "trailer")
-            self._checksums = decode_trailer(self._header, trailer)
+            self._digests = decode_trailer(self._header, trailer)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -229,22 +229,22 @@ class ImageFile:
     ) -> None:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        # The `with` waits for the sums that are running: no thread reads a slab that was released.
+        digest = SlabDigest(pool.slab_bytes)
+        # The `with` waits for the digest that is running: no thread reads a slab that was released.
         with ThreadPoolExecutor(1, thread_name_prefix="slab-pool-sum") as summing:
-            sums: list[Future[int]] = []
+            digests: list[Future[bytes]] = []
             try:
                 for index, (handle, ordinal) in enumerate(zip(handles, wanted, strict=True)):
                     _check_cancelled(cancelled, f"load {self.path}: at slab {index} of {len(wanted)}")
                     if progress is not None:
                         progress(index, len(wanted))
-                    memory = pool.memory(handle)
                     offset = self._header.slabs_begin + ordinal * self.slab_bytes
-                    self._read_into(offset, memory, f"slab {ordinal}")
-                    sums.append(summing.submit(zlib.crc32, memory))
-                for future, ordinal in zip(sums, wanted, strict=True):
-                    if future.result() != self._checksums[ordinal]:
+                    self._read_into(offset, pool.memory(handle), f"slab {ordinal}")
+                    digests.append(summing.submit(digest, pool.tensor(handle)))
+                for future, ordinal in zip(digests, wanted, strict=True):
+                    if future.result() != self._digests[ordinal]:
                         raise ImageDamaged(
-                            f"{self.path}: slab {ordinal}: checksum must be {self._checksums[ordinal]:#010x}"
+                            f"{self.path}: slab {ordinal}: digest must be {self._digests[ordinal].hex()}"
                         )
             except BaseException:
                 summing.shutdown(cancel_futures=True)

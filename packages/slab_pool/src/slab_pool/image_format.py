@@ -6,10 +6,11 @@ All numbers little-endian. In order:
               then per table u64 length and u32 CRC-32, then u32 CRC-32 of everything before it
     tables    the caller's bytes, one after the other; then zeros up to a multiple of 4096
     slabs     each of slab bytes
-    trailer   magic "SLABSUMS", u64 number of slabs, u32 CRC-32 per slab, u32 CRC-32 of the trailer before it
+    trailer   magic "SLABSUMS", u64 number of slabs, a digest of 12 bytes per slab (see `digest`),
+              then u32 CRC-32 of the trailer before it
 
-The checksums of the slabs come last, since they are known last: the file is written in one pass. Every byte is
-covered by a checksum or must be zero, and the length of the file follows from the header.
+The digests come last, since they are known last: the file is written in one pass. Every byte is covered by a
+checksum or must be zero, and the length of the file follows from the header.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slab_pool.digest import DIGEST_BYTES
 from slab_pool.errors import ImageDamaged
 from slab_pool.memory import PAGE_BYTES
 
@@ -63,7 +65,7 @@ class ImageHeader:
 
     @property
     def trailer_bytes(self) -> int:
-        return _TRAILER.size + self.num_slabs * _CRC.size + _CRC.size
+        return _TRAILER.size + self.num_slabs * DIGEST_BYTES + _CRC.size
 
     @property
     def file_bytes(self) -> int:
@@ -145,13 +147,14 @@ def split_tables(header: ImageHeader, data: bytes) -> tuple[bytes, ...]:
     return tuple(tables)
 
 
-def encode_trailer(checksums: Sequence[int]) -> bytes:
-    trailer = _TRAILER.pack(_TRAILER_MAGIC, len(checksums)) + struct.pack(f"<{len(checksums)}I", *checksums)
+def encode_trailer(digests: Sequence[bytes]) -> bytes:
+    """What follows the slabs: their digests."""
+    trailer = _TRAILER.pack(_TRAILER_MAGIC, len(digests)) + b"".join(digests)
     return trailer + _CRC.pack(zlib.crc32(trailer))
 
 
-def decode_trailer(header: ImageHeader, data: bytes) -> tuple[int, ...]:
-    """The checksum of every slab."""
+def decode_trailer(header: ImageHeader, data: bytes) -> tuple[bytes, ...]:
+    """The digest of every slab."""
     body, (checksum,) = data[: -_CRC.size], _CRC.unpack(data[-_CRC.size :])
     if zlib.crc32(body) != checksum:
         raise ImageDamaged(f"image trailer: checksum must be {checksum:#010x}")
@@ -160,4 +163,4 @@ def decode_trailer(header: ImageHeader, data: bytes) -> tuple[int, ...]:
         raise ImageDamaged(
             f"image trailer: must be {_TRAILER_MAGIC!r} of {header.num_slabs}, got {magic!r} of {num_slabs}"
         )
-    return struct.unpack_from(f"<{num_slabs}I", body, _TRAILER.size)
+    return tuple(body[begin : begin + DIGEST_BYTES] for begin in range(_TRAILER.size, len(body), DIGEST_BYTES))

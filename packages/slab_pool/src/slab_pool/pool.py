@@ -232,11 +232,11 @@ class SlabPool:
         return self._tensors[index]
 
     def plan_runs(
-        self, pages: Sequence[int], handles: Sequence[int], *, record_bytes: int, max_pitch_bytes: int = 2**31 - 1
+        self, records: Sequence[int], handles: Sequence[int], *, record_bytes: int, max_pitch_bytes: int = 2**31 - 1
     ) -> tuple[Run, ...]:
         """`runs.plan_runs` for slabs of this pool, given by handle. `record_bytes` is the arena's record."""
         return plan_runs(
-            pages,
+            records,
             self._slab_numbers("plan_runs", handles),
             slabs_per_chunk=self.slabs_per_chunk,
             record_bytes=record_bytes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -50,12 +50,13 @@ class CopyFailures:
         """Fail the `offset`-th copy from now on (0: the next)."""
         self._failing.add(self.num_copies + offset)
 
-    def __call__(self, copy: Copy, direction: Direction) -> None:
-        index = self.num_copies
-        self.num_copies += 1
-        if index in self._failing:
-            raise CopyInjected(f"copy {index} was told to fail")
-        self._copy(copy, direction)
+    def __call__(self, copies: Sequence[Copy], direction: Direction) -> None:
+        for copy in copies:
+            index = self.num_copies
+            self.num_copies += 1
+            if index in self._failing:
+                raise CopyInjected(f"copy {index} was told to fail")
+            self._copy((copy,), direction)
 
 
 class ManualCopyStream(CopyStream):
@@ -103,8 +104,7 @@ class ManualCopyStream(CopyStream):
                 raise WouldBlock("land: the batch waits for tickets of other streams that are not done")
             part = entry.batch.parts[entry.completion.num_landed()]
             try:
-                for copy in part.copies:
-                    self.failures(copy, entry.batch.direction)
+                self.failures(part.copies, entry.batch.direction)
             except Exception as error:
                 entry.completion.finish(error=error)
                 self._queue.popleft()
@@ -129,7 +129,7 @@ class ManualCopyStream(CopyStream):
         check_host_prerequisite(after)
 
     def _start(self, batch: CopyBatch, after: tuple[Any, ...]) -> HostCompletion:
-        completion = _ManualCompletion(self, len(batch.parts))
+        completion = _ManualCompletion(self)
         self._queue.append(_ManualBatch(batch, after, completion))
         self._come_to_front()
         return completion
@@ -169,8 +169,8 @@ class _ManualBatch:
 class _ManualCompletion(HostCompletion):
     __slots__ = ("_stream",)
 
-    def __init__(self, stream: ManualCopyStream, num_parts: int) -> None:
-        super().__init__(num_parts)
+    def __init__(self, stream: ManualCopyStream) -> None:
+        super().__init__()
         self._stream = stream
 
     def wait(self, num_parts: int) -> None:
