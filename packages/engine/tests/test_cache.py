@@ -55,7 +55,7 @@ class Bench:
         return lane
 
     def compute(self, lane: LaneMemory, tokens: list[int], begin: int, end: int) -> None:
-        """Write what a pass over ``tokens[begin:end]`` would: each page says which tokens it holds, the slot how far its
+        """Write what a pass over ``tokens[begin:end]`` would: a page says which tokens it holds, a slot how far its
         state is."""
         for block in range(begin // BLOCK, -(-end // BLOCK)):
             assert lane.pages[block] in lane.private

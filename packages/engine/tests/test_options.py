@@ -59,27 +59,36 @@ def test_a_value_out_of_range_names_option_bound_and_value(option: str, value: A
 
 
 def test_what_is_unset_is_derived() -> None:
-    sizes = EngineOptions().resolve_sizes(CONFIG, page_bytes=2**20, device=CPU)
+    sizes = EngineOptions().resolve_sizes(CONFIG, page_bytes=2**20, image_bytes=1, device=CPU)
     assert sizes.num_blocks == 1024  # 1 GiB of pages
     assert sizes.max_context == 32_768
     assert sizes.snapshot_slots == 4 + 1 + 4
 
 
+def test_on_cuda_the_states_are_taken_off_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * 2**30, 140 * 2**30))
+    cuda = torch.device("cuda")
+    sizes = EngineOptions(max_context=4096).resolve_sizes(CONFIG, page_bytes=2**20, image_bytes=2**30, device=cuda)
+    assert sizes.num_blocks == (85 - 1 - 4 - 9) * 1024
+    sizes = EngineOptions(max_context=4096).resolve_sizes(CONFIG, page_bytes=2**20, image_bytes=2**34, device=cuda)
+    assert sizes.num_blocks == 64
+
+
 def test_the_capacity_always_holds_one_context() -> None:
-    sizes = EngineOptions(max_context=10_000).resolve_sizes(CONFIG, page_bytes=2**30, device=CPU)
+    sizes = EngineOptions(max_context=10_000).resolve_sizes(CONFIG, page_bytes=2**30, image_bytes=1, device=CPU)
     assert sizes.num_blocks == 157
 
 
 def test_a_given_capacity_bounds_the_context() -> None:
-    sizes = EngineOptions(kv_capacity=1000).resolve_sizes(CONFIG, page_bytes=2**20, device=CPU)
+    sizes = EngineOptions(kv_capacity=1000).resolve_sizes(CONFIG, page_bytes=2**20, image_bytes=1, device=CPU)
     assert (sizes.num_blocks, sizes.max_context) == (15, 960)
 
 
 def test_contradictions_are_refused() -> None:
     with pytest.raises(OptionError, match="kv_capacity must hold one max_context of 4096 tokens, got 4000"):
-        EngineOptions(kv_capacity=4000, max_context=4096).resolve_sizes(CONFIG, page_bytes=1, device=CPU)
+        EngineOptions(kv_capacity=4000, max_context=4096).resolve_sizes(CONFIG, page_bytes=1, image_bytes=1, device=CPU)
     with pytest.raises(OptionError, match="max_context must be at most the model's 40000 positions, got 40001"):
-        EngineOptions(max_context=40_001).resolve_sizes(CONFIG, page_bytes=1, device=CPU)
+        EngineOptions(max_context=40_001).resolve_sizes(CONFIG, page_bytes=1, image_bytes=1, device=CPU)
 
 
 def test_the_dtype_on_a_cpu_is_float32_unless_asked_otherwise() -> None:

@@ -85,7 +85,9 @@ class Engine:
             hidden_dtype=weights.dtype,
         )
         self.config = config
-        self.options: EffectiveOptions = options.resolve_sizes(config, page_bytes=page_layout.page_bytes, device=device)
+        self.options: EffectiveOptions = options.resolve_sizes(
+            config, page_bytes=page_layout.page_bytes, image_bytes=state_layout.image_bytes, device=device
+        )
         memory = DeviceMemory(
             page_layout=page_layout,
             state_layout=state_layout,

@@ -41,7 +41,7 @@ class EngineOptions:
         max_pending: requests that may wait; one more is refused.
         prefill_chunk: tokens of a prompt that one step computes.
         kv_capacity: tokens of KV in all, running and cached. None: 1 GiB of pages on a CPU, 85 % of the memory that is
-            free after loading on CUDA; at least one ``max_context``.
+            free after loading, less the states, on CUDA; at least one ``max_context``.
         device_snapshot_slots: states the cache may keep, 1 to ``max_concurrency + 64``.
         prefix_reuse: False computes every prompt from its first token and keeps nothing.
 
@@ -95,15 +95,25 @@ class EngineOptions:
             return torch.float32
         return torch.bfloat16
 
-    def resolve_sizes(self, config: ModelConfig, *, page_bytes: int, device: torch.device) -> EffectiveOptions:
+    def resolve_sizes(
+        self, config: ModelConfig, *, page_bytes: int, image_bytes: int, device: torch.device
+    ) -> EffectiveOptions:
         """Fill in every size, once the weights are loaded and the rest of the memory is known.
+
+        Args:
+            config: the model's shape.
+            page_bytes: bytes of one block of KV.
+            image_bytes: bytes of one sequence's state.
+            device: where pages and states will lie.
 
         Raises:
             OptionError: sizes that contradict each other or the model.
         """
+        snapshot_slots = self.device_snapshot_slots or self.max_concurrency + 1 + _EXTRA_SNAPSHOT_SLOTS
         capacity = self.kv_capacity
         if capacity is None:
-            capacity = _automatic_kv_bytes(device) // page_bytes * BLOCK_TOKENS
+            state_bytes = (1 + self.max_concurrency + snapshot_slots) * image_bytes
+            capacity = _automatic_kv_bytes(device, state_bytes) // page_bytes * BLOCK_TOKENS
         if self.max_context is None:
             max_context = min(config.max_position, _DEFAULT_MAX_CONTEXT)
             if self.kv_capacity is not None:
@@ -128,7 +138,7 @@ class EngineOptions:
             max_pending=self.max_pending,
             prefill_chunk=self.prefill_chunk,
             num_blocks=num_blocks,
-            snapshot_slots=self.device_snapshot_slots or self.max_concurrency + 1 + _EXTRA_SNAPSHOT_SLOTS,
+            snapshot_slots=snapshot_slots,
             prefix_reuse=self.prefix_reuse,
         )
 
@@ -146,10 +156,10 @@ class EffectiveOptions:
     prefix_reuse: bool
 
 
-def _automatic_kv_bytes(device: torch.device) -> int:
+def _automatic_kv_bytes(device: torch.device, state_bytes: int) -> int:
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
-        return int(free * _CUDA_KV_SHARE)
+        return max(0, int(free * _CUDA_KV_SHARE) - state_bytes)
     return _CPU_KV_BYTES
 
 

@@ -84,25 +84,26 @@ class ChatService:
         Raises:
             ServeError: before the answer has begun.
         """
-        request = parse_chat_request(body)
-        if request.model != self._model_name:
-            raise ModelNotFound(
-                f"model: this server serves {self._model_name!r}", param="model", code="model_not_found"
-            )
-        # Rendering and hashing a long conversation takes milliseconds that other streams should not wait for.
-        prompt = await asyncio.to_thread(self._render, request)
+        # Reading and rendering a long conversation takes milliseconds that other streams should not wait for.
+        request, prompt = await asyncio.to_thread(self._prepare, body)
         answer = _Answer(self._engine, self._text, request, prompt)
         await answer.start()
         if request.stream:
             return StreamingResponse(self._stream(request, answer), media_type="text/event-stream")
         return await self._whole(http, answer)
 
-    def _render(self, request: ChatRequest) -> ChatPrompt:
-        return self._text.render(
+    def _prepare(self, body: bytes) -> tuple[ChatRequest, ChatPrompt]:
+        request = parse_chat_request(body)
+        if request.model != self._model_name:
+            raise ModelNotFound(
+                f"model: this server serves {self._model_name!r}", param="model", code="model_not_found"
+            )
+        prompt = self._text.render(
             request.template_messages(),
             tools=request.template_tools(),
             template_arguments=request.template_arguments(),
         )
+        return request, prompt
 
     async def _whole(self, http: Request, answer: _Answer) -> Response:
         """Collect the answer; give up when the client goes away."""
