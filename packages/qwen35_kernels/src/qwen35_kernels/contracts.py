@@ -48,12 +48,37 @@ def check_inner_contiguous(op: str, name: str, x: Tensor) -> None:
 
 def check_index(op: str, name: str, x: Tensor, length: int, *, begin: int, end: int) -> None:
     """An int64 vector of `length` numbers in [begin, end)."""
-    check_dtype(op, name, x, (torch.int64,))
-    check_shape(op, name, x, (length,))
+    _check_index_kind(op, name, x, length)
     if length and x.device.type == "cpu":
         low, high = (int(value) for value in torch.aminmax(x))
         if low < begin or high >= end:
             refuse(op, f"{name} must lie in [{begin}, {end})", low if low < begin else high)
+
+
+def index_list(op: str, name: str, x: Tensor, length: int, *, begin: int, end: int) -> list[int]:
+    """The same as a list, for the few numbers of a decode batch; reads them from wherever they are."""
+    _check_index_kind(op, name, x, length)
+    values: list[int] = x.tolist()
+    for value in values:
+        if not begin <= value < end:
+            refuse(op, f"{name} must lie in [{begin}, {end})", value)
+    return values
+
+
+def _check_index_kind(op: str, name: str, x: Tensor, length: int) -> None:
+    if x.dtype != torch.int64 or x.dim() != 1 or x.shape[0] != length:
+        check_dtype(op, name, x, (torch.int64,))
+        check_shape(op, name, x, (length,))
+
+
+def as_float32(x: Tensor) -> Tensor:
+    """x itself where it is float32 already: `Tensor.float` costs a dispatch even then."""
+    return x if x.dtype == torch.float32 else x.float()
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in dtype, itself where it has it already."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def check_eps(op: str, eps: float) -> None:

@@ -2,7 +2,8 @@
 
 y[t, c] = silu(sum over w of weight[c, w] * x[t - (W - 1) + w, c]), where tokens before the call come from the
 sequence's history. Sums run from the oldest tap to the newest in fp32, so that a token's bits depend on its
-own W inputs only: not on the batch, the chunking, or the number of threads.
+own W inputs only: not on the batch, the chunking, or the number of threads. (The step form rounds each
+product before it is added, the prefill form need not: the two agree to rounding.)
 """
 
 from collections.abc import Sequence
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from qwen35_kernels.contracts import (
     FLOAT_DTYPES,
+    as_float32,
     check_device,
     check_dtype,
-    check_index,
     check_rank,
     check_shape,
+    index_list,
     refuse,
+    rounded,
 )
 from qwen35_kernels.elementwise import silu_
 from qwen35_kernels.sequences import SequencePlan, Tap, plan_sequences
@@ -26,6 +29,18 @@ __all__ = ["causal_conv1d_prefill", "causal_conv1d_step"]
 
 
 def _check(op: str, x: Tensor, weight: Tensor, history: Tensor) -> None:
+    if (
+        x.dim() == weight.dim() == 2
+        and history.dim() == 3
+        and weight.shape[1] >= 2
+        and weight.shape[0] == x.shape[1] == history.shape[1]
+        and history.shape[2] == weight.shape[1] - 1
+        and x.dtype in FLOAT_DTYPES
+        and weight.dtype in FLOAT_DTYPES
+        and history.dtype == x.dtype
+        and x.device == weight.device == history.device
+    ):
+        return
     check_rank(op, "x", x, 2)
     check_rank(op, "weight", weight, 2)
     check_rank(op, "history", history, 3)
@@ -119,13 +134,17 @@ def causal_conv1d_step(*, x: Tensor, weight: Tensor, history: Tensor, slots: Ten
     """
     op = "causal_conv1d_step"
     _check(op, x, weight, history)
-    check_index(op, "slots", slots, x.shape[0], begin=0, end=history.shape[0])
+    numbers = index_list(op, "slots", slots, x.shape[0], begin=0, end=history.shape[0])
     check_device(op, "slots", slots, x.device)
-    window = torch.cat([history.index_select(0, slots), x.unsqueeze(2)], dim=2)
-    history.index_copy_(0, slots, window[:, :, 1:])
-    columns = weight.float()
-    values = window.float()
-    total = values[:, :, 0] * columns[:, 0]
-    for tap in range(1, columns.shape[1]):
-        total.addcmul_(values[:, :, tap], columns[:, tap])
-    return silu_(total).to(x.dtype)
+    own = history[numbers[0]].unsqueeze(0) if len(numbers) == 1 else history.index_select(0, slots)
+    window = torch.cat((own, x.unsqueeze(2)), dim=2)
+    newer = window[:, :, 1:]
+    if len(numbers) == 1:
+        own.copy_(newer)
+    else:
+        history.index_copy_(0, slots, newer)
+    first, second, *rest = (as_float32(window) * as_float32(weight)).unbind(2)
+    total = first + second
+    for product in rest:
+        total.add_(product)
+    return rounded(silu_(total), x.dtype)

@@ -18,23 +18,27 @@ on rows <= i only, a tap has the bits of a call that ends there.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qwen35_kernels.contracts import (
     FLOAT_DTYPES,
+    as_float32,
     check_device,
     check_dtype,
-    check_index,
     check_inner_contiguous,
     check_rank,
     check_shape,
+    index_list,
     refuse,
+    rounded,
 )
-from qwen35_kernels.elementwise import sigmoid, softplus
+from qwen35_kernels.elementwise import LOG2_E, exp2_, small_sigmoid, softplus
 from qwen35_kernels.layout import BLOCK_TOKENS
 from qwen35_kernels.sequences import SequencePlan, Tap, plan_sequences
+from qwen35_kernels.workspace import Workspace
 
 __all__ = ["delta_gates", "gated_delta_rule_prefill", "gated_delta_rule_step"]
 
@@ -49,6 +53,18 @@ def delta_gates(*, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tupl
     its own inputs only.
     """
     op = "delta_gates"
+    if not (
+        a.dim() == 2
+        and b.shape == a.shape
+        and a_log.shape == dt_bias.shape == a.shape[1:]
+        and all(x.dtype in FLOAT_DTYPES and x.device == a.device for x in (a, b, a_log, dt_bias))
+    ):
+        _check_gates(op, a, b, a_log, dt_bias)
+    g = softplus(as_float32(a) + as_float32(dt_bias)).mul_(as_float32(a_log).exp().neg_())
+    return g, small_sigmoid(as_float32(b))
+
+
+def _check_gates(op: str, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> None:
     check_rank(op, "a", a, 2)
     check_shape(op, "b", b, tuple(a.shape))
     for name, x in (("a", a), ("b", b), ("a_log", a_log), ("dt_bias", dt_bias)):
@@ -56,11 +72,38 @@ def delta_gates(*, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tupl
         check_device(op, name, x, a.device)
     check_shape(op, "a_log", a_log, (a.shape[1],))
     check_shape(op, "dt_bias", dt_bias, (a.shape[1],))
-    g = softplus(a.float() + dt_bias.float()).mul_(a_log.float().exp().neg_())
-    return g, sigmoid(b)
 
 
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
+    if not _is_good(q, k, v, g, beta, state):
+        _refuse_bad(op, q, k, v, g, beta, state)
+
+
+def _is_good(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> bool:
+    """Every condition of `_refuse_bad` at once: a decode step cannot afford them one by one."""
+    if not (q.dim() == 3 and v.dim() == 3 and state.dim() == 4):
+        return False
+    shape, heads = q.shape, v.shape[1]
+    dtype, device = q.dtype, q.device
+    return (
+        k.shape == shape
+        and v.shape[0] == shape[0]
+        and shape[1] > 0
+        and heads % shape[1] == 0
+        and g.shape == beta.shape == v.shape[:2]
+        and state.shape[1:] == (heads, shape[2], v.shape[2])
+        and dtype in FLOAT_DTYPES
+        and k.dtype == v.dtype == dtype
+        and g.dtype == state.dtype == torch.float32
+        and beta.dtype in FLOAT_DTYPES
+        and k.device == v.device == g.device == beta.device == state.device == device
+        and q.stride(2) == k.stride(2) == v.stride(2) == state.stride(3) == 1
+        and state.stride(2) == v.shape[2]
+        and state.stride(1) == shape[2] * v.shape[2]
+    )
+
+
+def _refuse_bad(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
     for name, x, rank in (("q", q, 3), ("k", k, 3), ("v", v, 3), ("state", state, 4)):
         check_rank(op, name, x, rank)
     tokens, key_heads, key_dim = q.shape
@@ -99,6 +142,7 @@ def gated_delta_rule_prefill(
     bases: Sequence[int],
     taps: Sequence[Tap] = (),
     has_state: Sequence[bool] | None = None,
+    workspace: Workspace | None = None,
 ) -> Tensor:
     """The chunked form over N sequences laid end to end.
 
@@ -121,23 +165,32 @@ def gated_delta_rule_prefill(
         has_state=has_state,
     )
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    workspace = workspace or Workspace()
     for plan in plans:
-        _prefill_one(q, k, v, g, beta, state, o, plan)
+        _prefill_one((q, k, v, g, beta), state, o, plan, workspace)
     return o
 
 
+# Floats in one buffer of a pass: a pass's dozen buffers stay in a core's share of the cache.
+_PASS_FLOATS = 2**17
+
+
 def _tiles_per_pass(value_heads: int, width: int) -> int:
-    """Tiles handled together: about a megabyte of values. From the shape alone; no bit depends on it."""
-    return max(1, 2**18 // (value_heads * _TILE * width))
+    """Tiles handled together. From the shape alone; no bit depends on it."""
+    return max(1, _PASS_FLOATS // (value_heads * _TILE * width))
 
 
 def _prefill_one(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, o: Tensor, plan: SequencePlan
+    inputs: tuple[Tensor, ...], state: Tensor, o: Tensor, plan: SequencePlan, workspace: Workspace
 ) -> None:
-    own = state[plan.slot]
-    carried = own.clone() if plan.has_state else torch.zeros_like(own)
+    q, v = inputs[0], inputs[2]
+    carried = workspace.take("carried", tuple(state.shape[1:]), dtype=torch.float32, device=state.device)
+    if plan.has_state:
+        carried.copy_(state[plan.slot])
+    else:
+        carried.zero_()
     phase = plan.base % _TILE
-    num_tiles = -(-(phase + plan.num_tokens) // _TILE)
+    num_tiles = -(-(phase + plan.num_tokens) // _TILE) if plan.num_tokens else 0
     step = _tiles_per_pass(v.shape[1], max(q.shape[2], v.shape[2]))
     taps: dict[int, list[tuple[int, int]]] = {}
     for length, slot in plan.taps:
@@ -148,84 +201,178 @@ def _prefill_one(
         # Tokens of this pass, counted from the sequence's first one, and the row where they start.
         begin = max(first * _TILE - phase, 0)
         end = min((first + tiles) * _TILE - phase, plan.num_tokens)
-        row = begin + phase - first * _TILE
         window = slice(plan.begin + begin, plan.begin + end)
-        tile = _Tiles(q[window], k[window], v[window], g[window], beta[window], tiles=tiles, row=row)
-        out = torch.empty_like(tile.v)
+        tile = _Tiles(
+            tuple(x[window] for x in inputs), tiles=tiles, row=begin + phase - first * _TILE, workspace=workspace
+        )
         for i in range(tiles):
-            d = tile.scan(i, carried, out)
+            d = tile.scan(i, carried)
             for tap_row, slot in taps.get(first + i, ()):
-                state[slot] = _state_after(tap_row, tile, i, d, carried)
-            carried = _state_after(_TILE - 1, tile, i, d, carried)
-        rows = out.view(out.shape[0], tiles * _TILE, -1)[:, row : row + end - begin]
-        o[window] = rows.transpose(0, 1)
-    state[plan.slot] = carried
+                # By way of scratch memory: a matrix product may depend on how its result is aligned.
+                tapped = workspace.take("tapped", tuple(carried.shape), dtype=carried.dtype, device=carried.device)
+                _state_after(tap_row, tile, i, d, carried, out=tapped)
+                state[slot].copy_(tapped)
+            _state_after(_TILE - 1, tile, i, d, carried, out=carried)
+        tile.read_outputs(o[window])
+    state[plan.slot].copy_(carried)
 
 
 class _Tiles:
-    """A pass of tiles, padded and head-major, with everything that does not need the carried state."""
+    """A pass of tiles [tiles, heads, 64, D], padded, with everything that does not need the carried state.
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, tiles: int, row: int) -> None:
-        groups = v.shape[1] // q.shape[1]
-        q, k = _padded(q, tiles, row), _padded(k, tiles, row)
-        self.v = _padded(v, tiles, row)
-        beta = _padded(beta.unsqueeze(2), tiles, row)
-        self.c = _padded(g.unsqueeze(2), tiles, row).squeeze(3).cumsum(2)
-        q.mul_(_inverse_norm(q).mul_(q.shape[3] ** -0.5))
-        k.mul_(_inverse_norm(k))
-        decay = self.c.unsqueeze(3) - self.c.unsqueeze(2)
-        future = torch.ones(_TILE, _TILE, dtype=torch.bool, device=q.device).triu_(1)
-        # Masked before exp: a positive exponent overflows to inf, and inf * 0 is NaN.
-        decay.masked_fill_(future, float("-inf")).exp_()
-        kt = k.transpose(2, 3)
-        self.p = _per_value_head(q @ kt, groups) * decay
-        a = (_per_value_head(k @ kt, groups) * decay).mul_(beta)
-        eye = torch.eye(_TILE, device=q.device)
-        self.t = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
-        self.k = _per_value_head(k, groups)
-        from_start = self.c.exp().unsqueeze(3)
-        self.v.mul_(beta)
-        self.k_in = self.k * from_start * beta
-        self.q_in = _per_value_head(q, groups) * from_start
+    All buffers live in the workspace: a pass overwrites the one before it.
+    """
 
-    def scan(self, i: int, carried: Tensor, out: Tensor) -> Tensor:
-        """Write the outputs of tile i to `out`, and return its corrections d."""
-        d = torch.bmm(self.t[:, i], torch.baddbmm(self.v[:, i], self.k_in[:, i], carried, alpha=-1.0))
-        torch.baddbmm(torch.bmm(self.q_in[:, i], carried), self.p[:, i], d, out=out[:, i])
+    def __init__(self, inputs: tuple[Tensor, ...], *, tiles: int, row: int, workspace: Workspace) -> None:
+        q, k, v, g, beta = inputs
+        self._tiles, self._spans = tiles, _spans(row, q.shape[0])
+        self._workspace, self._device = workspace, q.device
+        key_heads, key_dim = q.shape[1:]
+        heads, value_dim = v.shape[1:]
+        groups = heads // key_heads
+        qn = self._filled("q", q, _inverse_norm(q).mul_(key_dim**-0.5))
+        kn = self._filled("k", k, _inverse_norm(k))
+        beta = beta.float().unsqueeze(2)
+        beta_row = self._filled("beta", beta, None)
+        # In units of log 2: exp2 is faster than exp, most of all where decays are denormal.
+        self.c = self._filled("g", g.unsqueeze(2), None).mul_(LOG2_E).squeeze(3).cumsum(2)
+        decay = torch.sub(self.c.unsqueeze(3), self.c.unsqueeze(2), out=self._take("decay", heads, _TILE))
+        # Masked before the exponential: a positive exponent overflows to inf, and inf * 0 is NaN.
+        exp2_(decay.add_(torch.full((_TILE, _TILE), float("-inf"), device=q.device).triu_(1)))
+        self.p, a = self._take("p", heads, _TILE), self._take("a", heads, _TILE)
+        for left, product in ((qn, self.p), (kn, a)):
+            pairs = self._take("pairs", key_heads, _TILE)
+            torch.bmm(left.flatten(0, 1), kn.flatten(0, 1).transpose(1, 2), out=pairs.flatten(0, 1))
+            torch.mul(_grouped(pairs, 1), _grouped(decay, groups), out=_grouped(product, groups))
+        self.t = _unit_lower_inverse(a.mul_(beta_row).flatten(0, 1)).view(a.shape)
+        self.v = self._filled("v", v, beta)
+        # Keys and queries decayed from the tile's start, one above the other: both meet the carried state.
+        self.start = exp2_(self.c.clone())
+        start = self.start.unsqueeze(3)
+        self.kq = self._take("kq", heads, key_dim, rows=2 * _TILE)
+        kq = _grouped(self.kq, groups)
+        torch.mul(_grouped(kn, 1), _grouped(start * beta_row, groups), out=kq[..., :_TILE, :])
+        torch.mul(_grouped(qn, 1), _grouped(start, groups), out=kq[..., _TILE:, :])
+        self.k = kn
+        if groups > 1:
+            self.k = self._take("k each", heads, key_dim)
+            _grouped(self.k, groups).copy_(_grouped(kn, 1))
+        self.out = self._take("out", heads, value_dim)
+
+    def scan(self, i: int, carried: Tensor) -> Tensor:
+        """Make the outputs of tile i, and return its corrections d."""
+        met = self._take("met", *carried.shape[::2], rows=2 * _TILE, tiles=1)[0]
+        torch.bmm(self.kq[i], carried, out=met)
+        d = self.scratch("d", *carried.shape[::2])
+        torch.bmm(self.t[i], self.v[i].sub_(met[:, :_TILE]), out=d)
+        torch.bmm(self.p[i], d, out=self.out[i]).add_(met[:, _TILE:])
         return d
 
+    def read_outputs(self, o: Tensor) -> None:
+        """Copy the rows that are tokens to o [tokens, HV, V]."""
+        for span in self._spans:
+            span.of_tokens(o).copy_(span.of_tiles(self.out))
 
-def _state_after(row: int, tile: _Tiles, i: int, d: Tensor, carried: Tensor) -> Tensor:
-    """The state after a row of tile i: the one place where a tap or a tile's end is computed.
+    def scratch(self, name: str, heads: int, dim: int) -> Tensor:
+        return self._take(name, heads, dim, tiles=1)[0]
 
-    Rows past `row` get an exponent of -inf and a zero correction: nothing of them reaches the sum, and the
-    operands are those of a call whose last token stands at `row`.
+    def _take(self, name: str, heads: int, dim: int, *, rows: int = _TILE, tiles: int | None = None) -> Tensor:
+        shape = (self._tiles if tiles is None else tiles, heads, rows, dim)
+        return self._workspace.take(name, shape, dtype=torch.float32, device=self._device)
+
+    def _filled(self, name: str, x: Tensor, scale: Tensor | None) -> Tensor:
+        """x [tokens, heads, D], times scale [tokens, heads, 1], in a buffer of tiles with zeros elsewhere."""
+        buffer = self._take(name, *x.shape[1:])
+        for span in self._spans:
+            span.clear_rest(buffer)
+            if scale is None:
+                span.of_tiles(buffer).copy_(span.of_tokens(x))
+            else:
+                torch.mul(span.of_tokens(x), span.of_tokens(scale), out=span.of_tiles(buffer))
+        return buffer
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Tokens [begin, end) of a pass that lie in `tiles` tiles from `tile` on, starting at row `row` of the
+    first.
+
+    Either they fill whole tiles, or they lie in one.
     """
-    c = tile.c[:, i]
-    last = c[:, row : row + 1]
-    later = torch.arange(_TILE, device=c.device) > row
-    weight = (last - c).masked_fill_(later, float("-inf")).exp_()
-    d = d.masked_fill(later.unsqueeze(1), 0.0)
-    k = tile.k[:, i] * weight.unsqueeze(2)
-    return torch.baddbmm(carried * last.exp().unsqueeze(2), k.transpose(1, 2), d)
+
+    begin: int
+    end: int
+    tile: int
+    tiles: int
+    row: int
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """The tokens of x [tokens, heads, D] as [tiles, heads, rows, D]."""
+        part = x[self.begin : self.end]
+        rows = (self.end - self.begin) // self.tiles
+        return part.view(self.tiles, rows, *part.shape[1:]).transpose(1, 2)
+
+    def of_tiles(self, buffer: Tensor) -> Tensor:
+        """The same elements of a buffer [tiles, heads, 64, D]."""
+        rows = (self.end - self.begin) // self.tiles
+        return buffer[self.tile : self.tile + self.tiles, :, self.row : self.row + rows]
+
+    def clear_rest(self, buffer: Tensor) -> None:
+        """Zero the rows of these tiles that are not tokens."""
+        rows = self.end - self.begin
+        if rows < self.tiles * _TILE:
+            buffer[self.tile, :, : self.row] = 0.0
+            buffer[self.tile, :, self.row + rows :] = 0.0
 
 
-def _padded(x: Tensor, tiles: int, row: int) -> Tensor:
-    """x [tokens, heads, D] as float32 [heads, tiles, 64, D], its first token at `row`, zeros elsewhere."""
-    tokens, heads, dim = x.shape
-    buffer = torch.empty(heads, tiles * _TILE, dim, device=x.device)
-    buffer[:, :row] = 0.0
-    buffer[:, row : row + tokens] = x.transpose(0, 1)
-    buffer[:, row + tokens :] = 0.0
-    return buffer.view(heads, tiles, _TILE, dim)
+def _spans(row: int, tokens: int) -> tuple[_Span, ...]:
+    """A pass's tokens, the first at row `row`: a broken tile, whole tiles, a broken tile."""
+    spans = []
+    begin = 0
+    while begin < tokens:
+        at = row + begin
+        whole = (tokens - begin) // _TILE if at % _TILE == 0 else 0
+        count = whole * _TILE if whole else min(_TILE - at % _TILE, tokens - begin)
+        spans.append(_Span(begin, begin + count, at // _TILE, max(whole, 1), at % _TILE))
+        begin += count
+    return tuple(spans)
+
+
+def _state_after(row: int, tile: _Tiles, i: int, d: Tensor, carried: Tensor, *, out: Tensor) -> None:
+    """Write the state after a row of tile i to `out`, which may be `carried`: the one place where the state
+    of a tap or of a tile's end is computed.
+
+    Rows past `row` get an exponent of -inf, a zero key and a zero correction: the operands are those of a
+    call whose last token stands at `row`, and nothing later reaches the sum. At a tile's end there is none
+    to mask.
+    """
+    k, exponent = tile.k[i], tile.c[i, :, row : row + 1] - tile.c[i]
+    if row < _TILE - 1:
+        exponent[:, row + 1 :] = float("-inf")
+        k = tile.scratch("k masked", k.shape[0], k.shape[2]).copy_(k)
+        k[:, row + 1 :] = 0.0
+    weighted = torch.mul(d, exp2_(exponent).unsqueeze(2), out=tile.scratch("weighted", d.shape[0], d.shape[2]))
+    weighted[:, row + 1 :] = 0.0
+    torch.mul(carried, tile.start[i, :, row, None, None], out=out)
+    out.baddbmm_(k.transpose(1, 2), weighted)
+
+
+def _unit_lower_inverse(a: Tensor) -> Tensor:
+    """(I + strictly lower part of a)^-1 for a [batch, 64, 64]."""
+    eye = torch.eye(_TILE, device=a.device)
+    inverse: Tensor = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
+    return inverse
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
-    return x.square().sum(-1, keepdim=True).add_(_NORM_EPS).rsqrt_()
+    """1 / sqrt(sum(x^2) + eps) of every row of x [..., K], float32 [..., 1]."""
+    x = as_float32(x)
+    return (x * x).sum(-1, keepdim=True).add_(_NORM_EPS).rsqrt_()
 
 
-def _per_value_head(x: Tensor, groups: int) -> Tensor:
-    return x if groups == 1 else x.repeat_interleave(groups, dim=0)
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """[tiles, heads, rows, dim] as [tiles, key heads, groups, rows, dim]."""
+    return x.view(x.shape[0], -1, groups, *x.shape[2:])
 
 
 def gated_delta_rule_step(
@@ -239,24 +386,41 @@ def gated_delta_rule_step(
     """
     op = "gated_delta_rule_step"
     _check(op, q, k, v, g, beta, state)
-    lanes, value_heads, value_dim = v.shape
-    check_index(op, "slots", slots, lanes, begin=0, end=state.shape[0])
+    lanes, value_heads = v.shape[:2]
+    numbers = index_list(op, "slots", slots, lanes, begin=0, end=state.shape[0])
     check_device(op, "slots", slots, q.device)
     if lanes == 0:
         return torch.empty_like(v)
     groups = value_heads // q.shape[1]
-    qk = torch.stack([q, k], dim=2).float()
+    qk = as_float32(torch.stack((q, k), dim=2))
     qk = qk * _inverse_norm(qk)
     if groups > 1:
         qk = qk.repeat_interleave(groups, dim=1)
-    qk = qk.view(lanes * value_heads, 2, -1)
-    decay = g.exp().view(-1, 1)
-    old = state.index_select(0, slots).view(lanes * value_heads, -1, value_dim)
-    read = torch.bmm(qk, old).mul_(decay.unsqueeze(2))
-    key = qk[:, 1]
-    d = v.float().reshape(-1, value_dim).sub(read[:, 1]).mul_(beta.float().reshape(-1, 1))
-    overlap = (qk[:, 0] * key).sum(-1, keepdim=True)
-    o = torch.addcmul(read[:, 0], overlap, d).mul_(qk.shape[2] ** -0.5)
-    new = old.mul_(decay.unsqueeze(2)).addcmul_(key.unsqueeze(2), d.unsqueeze(1))
-    state.index_copy_(0, slots, new.view(lanes, value_heads, -1, value_dim))
-    return o.view(v.shape).to(v.dtype)
+    decay, beta = g.exp().unsqueeze(2), as_float32(beta).unsqueeze(2)
+    if lanes == 1:
+        o = _step(qk[0], v[0], beta[0], decay[0], state[numbers[0]]).unsqueeze(0)
+    elif state.shape[1:].numel() >= _IN_PLACE_FLOATS:
+        # Large states are updated where they are; small ones together in a gathered copy. The bits are equal.
+        lane = zip(qk, v, beta, decay, numbers, strict=True)
+        o = torch.stack([_step(qk_b, v_b, beta_b, g_b, state[slot]) for qk_b, v_b, beta_b, g_b, slot in lane])
+    else:
+        gathered = state.index_select(0, slots).flatten(0, 1)
+        joined = (qk.flatten(0, 1), v.flatten(0, 1), beta.flatten(0, 1), decay.flatten(0, 1))
+        o = _step(*joined, gathered).view(v.shape)
+        state.index_copy_(0, slots, gathered.view(lanes, *state.shape[1:]))
+    return rounded(o, v.dtype)
+
+
+_IN_PLACE_FLOATS = 2**16
+
+
+def _step(qk: Tensor, v: Tensor, beta: Tensor, decay: Tensor, state: Tensor) -> Tensor:
+    """Outputs [H, V] of one token with qk [H, 2, K], v [H, V], beta and decay [H, 1]; state [H, K, V] in
+    place."""
+    decay = decay.unsqueeze(2)
+    read_query, read_key = torch.bmm(qk, state).mul_(decay).unbind(1)
+    query, key = qk.unbind(1)
+    d = torch.sub(v, read_key).mul_(beta)
+    overlap = (query * key).sum(1, keepdim=True)
+    state.mul_(decay).addcmul_(key.unsqueeze(2), d.unsqueeze(1))
+    return torch.addcmul(read_query, overlap, d).mul_(qk.shape[2] ** -0.5)
