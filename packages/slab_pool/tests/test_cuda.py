@@ -1,5 +1,8 @@
 """The CUDA copy stream: its order and its events over a fake device, and everything again where there is a GPU."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -232,6 +235,32 @@ def test_seconds_run_from_the_first_copy_to_the_last_landing(bench):
     ticket = bench.submit(1, 2)
     seconds = ticket.result().seconds
     assert 0 < seconds < 0.020  # the fake clock ticks milliseconds, about one an operation
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_memory_is_kept_until_the_device_is_through_with_it(bench, failing):
+    def enqueue(copy, direction, count=[0]):  # noqa: B006
+        count[0] += 1
+        if failing and count[0] == 2:
+            raise RuntimeError("no")
+        bench.cuda.enqueue(copy, direction)
+
+    enqueue.__defaults__[0][0] = 0
+    stream = bench.new_stream(enqueue)
+    arena = torch.zeros(2, SLAB, dtype=torch.uint8)
+    gone = weakref.ref(arena.untyped_storage())
+    runs = bench.pool.plan_runs([0, 1], bench.handles[:2], record_bytes=SLAB)
+    parts = [(str(at), record_copies(bench.pool, arena, runs, at * 100, at * 100 + 10)) for at in range(2)]
+    ticket = stream.submit(CopyBatch.of(Direction.HOST_TO_DEVICE, parts), after=bench.cuda.compute)
+    del arena, parts
+    assert gone() is not None
+    assert not ticket.done()
+    assert gone() is not None
+    bench.cuda.synchronize()
+    assert ticket.done()
+    gc.collect()
+    assert gone() is None
+    stream.drain()
 
 
 def test_waiting_for_one_part_leaves_later_ones_alone(bench):

@@ -4,6 +4,7 @@ import pytest
 
 from slab_pool import CopyBatch, CopyFailed, Direction, Ticket
 from slab_pool.cpu import HostCompletion
+from slab_pool.tickets import without_frames
 
 
 def make(num_parts=3):
@@ -58,3 +59,21 @@ def test_an_error_after_the_last_part_names_the_last_part():
     completion.finish(error=OSError("late"))
     with pytest.raises(CopyFailed, match="failed in part 1 \\('part 0'\\) of 1"):
         ticket.result()
+
+
+def test_an_error_without_frames_says_where_it_was_raised():
+    def deep():
+        raise KeyError("inner")
+
+    try:
+        try:
+            deep()
+        except KeyError as inner:
+            raise OSError("outer") from inner
+    except OSError as error:
+        kept = without_frames(error)
+    assert isinstance(kept, OSError)
+    for chained in (kept, kept.__cause__):
+        assert chained.__traceback__ is None
+    assert "in deep" in kept.__cause__.__notes__[0]
+    assert "test_tickets.py" in kept.__notes__[0]

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from slab_pool.transports import (
     enqueue_row_by_row,
     enqueue_with_torch,
     find_memcpy_2d_async,
+    loaded_cuda_libraries,
     record_copy_transport,
     runtime_transport,
     temporaries_made,
@@ -56,7 +58,7 @@ def transports():
     return {
         "torch": enqueue_with_torch,
         "row_by_row": enqueue_row_by_row,
-        "runtime": runtime_transport(find_memcpy_2d_async(library), lambda: 99).enqueue,
+        "runtime": runtime_transport(find_memcpy_2d_async([object(), library]), lambda: 99).enqueue,
         "record_copy": record_copy_transport(lambda destination, source: destination.copy_(source)).enqueue,
     }
 
@@ -89,7 +91,7 @@ def test_every_transport_moves_its_rows_and_nothing_else(name, width, rows, gaps
 
 def test_the_runtime_gets_kind_and_stream():
     library = FakeLibrary()
-    enqueue = runtime_transport(find_memcpy_2d_async(library), lambda: 4711).enqueue
+    enqueue = runtime_transport(find_memcpy_2d_async([object(), library]), lambda: 4711).enqueue
     copy = Copy(torch.zeros(40, dtype=torch.uint8), 0, 10, torch.zeros(40, dtype=torch.uint8), 0, 20, 7, 2)
     enqueue(copy, Direction.HOST_TO_DEVICE)
     enqueue(copy, Direction.DEVICE_TO_HOST)
@@ -97,16 +99,26 @@ def test_the_runtime_gets_kind_and_stream():
 
 
 def test_an_error_of_the_runtime_is_raised_with_its_arguments():
-    enqueue = runtime_transport(find_memcpy_2d_async(FakeLibrary(code=12)), lambda: 0).enqueue
+    enqueue = runtime_transport(find_memcpy_2d_async([FakeLibrary(code=12)]), lambda: 0).enqueue
     copy = Copy(torch.zeros(40, dtype=torch.uint8), 0, 10, torch.zeros(40, dtype=torch.uint8), 0, 20, 7, 2)
     with pytest.raises(RuntimeError, match="2 rows of 7 bytes, pitches 10 and 20, returned CUDA error 12"):
         enqueue(copy, Direction.HOST_TO_DEVICE)
 
 
 def test_a_process_without_a_cuda_runtime_has_no_such_function():
-    assert find_memcpy_2d_async(object()) is None
+    assert find_memcpy_2d_async([object()]) is None
     if not torch.cuda.is_available():
         assert find_memcpy_2d_async() is None
+
+
+def test_a_library_answers_for_its_dependencies():
+    """What reaching the CUDA runtime through torch's own library relies on."""
+    libraries = Path(torch.__file__).parent / "lib"
+    core = libraries / "libc10.so"
+    if not core.exists():
+        pytest.skip("torch is built differently here")
+    assert ctypes.CDLL(str(core)).memmove  # the C library's, not its own
+    assert any(True for _ in loaded_cuda_libraries())
 
 
 def test_temporaries_are_seen_where_torch_makes_them():

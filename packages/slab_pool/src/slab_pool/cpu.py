@@ -19,7 +19,7 @@ from slab_pool.streams import (
     CallingThread,
     CopyStream,
 )
-from slab_pool.tickets import Ticket
+from slab_pool.tickets import Ticket, without_frames
 
 CopyFunction = Callable[[Sequence[Copy], Direction], None]
 
@@ -163,12 +163,14 @@ class CpuCopyStream(CopyStream):
                 if not self._queue:
                     return
                 batch, after, completion = self._queue.popleft()
-            self._run_batch(batch, after, completion)
-            # Not held while waiting for the next batch: whoever dropped an arena wants its memory back.
-            del batch, after, completion
+            seconds, error = self._run_batch(batch, after, completion)
+            del batch, after  # whoever drops an arena once the batch is done wants its memory back
+            completion.finish(seconds=seconds, error=error)
+            del completion, error
 
-    def _run_batch(self, batch: CopyBatch, after: tuple[Any, ...], completion: HostCompletion) -> None:
-        begin = time.perf_counter()
+    def _run_batch(
+        self, batch: CopyBatch, after: tuple[Any, ...], completion: HostCompletion
+    ) -> tuple[float, BaseException | None]:
         try:
             for prerequisite in after:
                 if isinstance(prerequisite, Ticket):
@@ -178,9 +180,8 @@ class CpuCopyStream(CopyStream):
                 self._copy(part.copies, batch.direction)
                 completion.land_part()
         except BaseException as error:
-            completion.finish(error=error)
-        else:
-            completion.finish(seconds=time.perf_counter() - begin)
+            return 0.0, without_frames(error)
+        return time.perf_counter() - begin, None
 
 
 def check_calling_thread(op: str, compute: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from slab_pool.batches import CopyBatch
 from slab_pool.memory import Registrar
 from slab_pool.streams import DEFAULT_MAX_IN_FLIGHT_BYTES, CopyStream
-from slab_pool.tickets import Ticket
+from slab_pool.tickets import Ticket, without_frames
 from slab_pool.transports import (
     EnqueueCopy,
     RecordCopy,
@@ -28,13 +28,17 @@ class EventCompletion:
     """Progress of a batch that a device reports through events: one before the first copy, one after each part.
 
     A batch whose enqueuing failed has fewer part events, the error, and a `fence` behind what was enqueued
-    before the failure: it is at rest when that has passed.
+    before the failure: it is at rest when that has passed. Until then the batch is kept, for the device reads and
+    writes its memory.
     """
 
-    __slots__ = ("_begin", "_events", "_fence", "_landed", "_num_parts", "error")
+    __slots__ = ("_batch", "_begin", "_events", "_fence", "_landed", "_num_parts", "error")
 
-    def __init__(self, num_parts: int, begin: Any, events: list[Any], fence: Any, error: BaseException | None) -> None:
-        self._num_parts = num_parts
+    def __init__(
+        self, batch: CopyBatch, begin: Any, events: list[Any], fence: Any, error: BaseException | None
+    ) -> None:
+        self._batch: CopyBatch | None = batch
+        self._num_parts = len(batch.parts)
         self._begin = begin
         self._events = events
         self._fence = fence
@@ -42,21 +46,30 @@ class EventCompletion:
         self.error = error
 
     def num_landed(self) -> int:
+        landed = self._landed
         try:
-            while self._landed < len(self._events) and self._events[self._landed].query():
-                self._landed += 1
+            while landed < len(self._events) and self._events[landed].query():
+                landed += 1
         except Exception as error:  # the device reports here what went wrong in any of its earlier work
+            self._landed = landed
             self._fail(error)
-        return self._landed
+        # Several threads may ask: each writes only what it has seen itself, so that none can count a part twice.
+        self._landed = landed
+        return landed
 
     def _fail(self, error: BaseException) -> None:
         if self.error is None:
-            self.error = error
+            self.error = without_frames(error)
         # A device that fails a query answers no later one either; nothing more can be learnt from it.
         self._events = self._events[: self._landed]
         self._fence = None
 
     def finished(self) -> bool:
+        if self._batch is not None and self._at_rest():
+            self._batch = None
+        return self._batch is None
+
+    def _at_rest(self) -> bool:
         if self.error is None:
             return self.num_landed() == self._num_parts or self.error is not None
         if self._fence is None:
@@ -188,8 +201,8 @@ class CudaCopyStream(CopyStream):
                     event.record(self._stream)
                     events.append(event)
             except Exception as failure:
-                error = failure
+                error = without_frames(failure)
                 with contextlib.suppress(Exception):  # a device that is lost for good takes no event either
                     fence = self._cuda.Event()
                     fence.record(self._stream)
-        return EventCompletion(len(batch.parts), begin, events, fence, error)
+        return EventCompletion(batch, begin, events, fence, error)

@@ -29,7 +29,7 @@ from slab_pool.streams import (
     CallingThread,
     CopyStream,
 )
-from slab_pool.tickets import Ticket
+from slab_pool.tickets import Ticket, without_frames
 
 POISON = 0xFF  # a NaN in every floating-point format that has one, when it fills the element
 
@@ -106,7 +106,7 @@ class ManualCopyStream(CopyStream):
             try:
                 self.failures(part.copies, entry.batch.direction)
             except Exception as error:
-                entry.completion.finish(error=error)
+                entry.completion.finish(error=without_frames(error))
                 self._queue.popleft()
                 self._come_to_front()
                 return landed

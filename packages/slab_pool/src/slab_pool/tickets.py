@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import traceback
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +36,17 @@ class Completion(Protocol):
 
     def seconds(self) -> float:
         """First copy to last landing; asked once, after the batch has finished without an error."""
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The error, no longer holding the frames it came through, and with them the batch's memory. Where it was raised
+    stays readable, as a note."""
+    chained: BaseException | None = error
+    while chained is not None:
+        chained.add_note("".join(traceback.format_tb(chained.__traceback__)).rstrip())
+        chained.__traceback__ = None
+        chained = chained.__cause__ or chained.__context__
+    return error
 
 
 @dataclass(frozen=True, slots=True)

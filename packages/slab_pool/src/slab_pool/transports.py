@@ -8,9 +8,11 @@ and the first that returned early, left no temporary and moved the right bytes i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,20 +105,23 @@ def runtime_transport(memcpy_2d_async: Any, current_stream: Callable[[], int]) -
     return Transport("cudaMemcpy2DAsync", enqueue)
 
 
-def find_memcpy_2d_async(library: Any = None) -> Any | None:
-    """`cudaMemcpy2DAsync` of the runtime library that torch has loaded into this process, or None.
+def loaded_cuda_libraries() -> Iterator[Any]:
+    """Libraries through which the CUDA runtime that torch uses can be reached: torch's own, whose dependencies the
+    system's linker searches as well, then the process. No other is looked for: a second runtime would not do."""
+    own = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"
+    if own.exists():
+        yield ctypes.CDLL(str(own))
+    with contextlib.suppress(TypeError):  # Windows has no handle of the process
+        yield ctypes.CDLL(None)
 
-    torch loads its dependencies with global symbols, so the process itself is asked; no library is searched
-    for, since a second runtime would not do.
-    """
-    if library is None:
-        try:
-            library = ctypes.CDLL(None)
-        except TypeError:  # Windows has no such handle
-            return None
-    try:
-        function = library.cudaMemcpy2DAsync
-    except AttributeError:
+
+def find_memcpy_2d_async(libraries: Iterable[Any] | None = None) -> Any | None:
+    """`cudaMemcpy2DAsync` out of the first of `libraries` that has it (default: `loaded_cuda_libraries()`), or None."""
+    for library in loaded_cuda_libraries() if libraries is None else libraries:
+        function = getattr(library, "cudaMemcpy2DAsync", None)
+        if function is not None:
+            break
+    else:
         return None
     function.restype = ctypes.c_int
     function.argtypes = [
