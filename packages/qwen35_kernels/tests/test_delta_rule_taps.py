@@ -2,49 +2,62 @@
 
 import pytest
 import torch
+from torch import Tensor
 
-from kernel_testing import assert_same_bits, generator
-from qwen35_kernels import Tap, gated_delta_rule_prefill
+from kernel_testing import generator
+from qwen35_kernels import Tap, Workspace, gated_delta_rule_prefill
 
 LENGTHS = (1, 63, 64, 65, 130, 200)
+LONGEST = LENGTHS[-1]
 
 
-@pytest.mark.parametrize("tokens", LENGTHS)
-def test_every_tap_at_every_phase_has_the_bits_of_a_call_that_ends_there(tokens: int, set_threads) -> None:
-    set_threads(1)
-    rng = generator(70 + tokens)
-    q, k = (torch.randn(tokens, 1, 16, generator=rng) for _ in range(2))
-    v = torch.randn(tokens, 2, 16, generator=rng)
-    g = -torch.rand(tokens, 2, generator=rng)
+def inputs() -> dict[str, Tensor]:
+    rng = generator(70)
+    g = -torch.rand(LONGEST, 2, generator=rng)
     g[:, 1] *= 20
-    beta = torch.rand(tokens, 2, generator=rng)
-    state = torch.randn(tokens + 2, 2, 16, 16, generator=rng)
+    q, k = (torch.randn(LONGEST, 1, 16, generator=rng) for _ in range(2))
+    v = torch.randn(LONGEST, 2, 16, generator=rng)
+    return {"q": q, "k": k, "v": v, "g": g, "beta": torch.rand(LONGEST, 2, generator=rng)}
+
+
+def equal_bits(a: Tensor, b: Tensor) -> bool:
+    """As integers, because -0.0 and 0.0 compare equal as floats."""
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@pytest.mark.parametrize("eighth", range(8))
+def test_every_tap_has_the_bits_of_a_call_that_ends_there(eighth: int, set_threads) -> None:
+    set_threads(1)
+    workspace = Workspace()
+    whole = inputs()
+    rng = generator(71)
+    state = torch.randn(LONGEST + 2, 2, 16, 16, generator=rng)
     start = state[1].clone()
-    short = state[:2].clone()
-    for phase in range(64):
-        base = 640 + phase
-        taps = [Tap(0, base + p, p + 1) for p in range(1, tokens + 1)]
+
+    def run(tokens: int, base: int, taps: list[Tap]) -> Tensor:
+        """A call over the first tokens; the final state is in slot 1, taps where they say."""
         state[1] = start
-        whole = gated_delta_rule_prefill(
-            q=q, k=k, v=v, g=g, beta=beta, state=state, slots=[1], cu_seqlens=[0, tokens], bases=[base], taps=taps
+        return gated_delta_rule_prefill(
+            **{name: x[:tokens] for name, x in whole.items()},
+            state=state,
+            slots=[1],
+            cu_seqlens=[0, tokens],
+            bases=[base],
+            taps=taps,
+            workspace=workspace,
         )
-        for p in range(1, tokens + 1):
-            short[1] = start
-            part = gated_delta_rule_prefill(
-                q=q[:p],
-                k=k[:p],
-                v=v[:p],
-                g=g[:p],
-                beta=beta[:p],
-                state=short,
-                slots=[1],
-                cu_seqlens=[0, p],
-                bases=[base],
-            )
-            # As integers: -0.0 and 0.0 differ.
-            tap = state[p + 1].view(torch.int32)
-            assert torch.equal(short[1].view(torch.int32), tap), f"phase {phase}, tap {p} of {tokens}"
-            output = whole[:p].view(torch.int32)
-            assert torch.equal(part.view(torch.int32), output), f"phase {phase}, outputs of {p} of {tokens}"
-        assert_same_bits(short[1], state[1], f"phase {phase}")
-        assert_same_bits(state[1], state[tokens + 1], f"phase {phase}")
+
+    for phase in range(8 * eighth, 8 * eighth + 8):
+        base = 640 + phase
+        ends = []
+        for p in range(1, LONGEST + 1):
+            o = run(p, base, [])
+            ends.append((state[1].clone(), o))
+        for tokens in LENGTHS:
+            state[2:] = float("nan")
+            o = run(tokens, base, [Tap(0, base + p, p + 1) for p in range(1, tokens + 1)])
+            assert equal_bits(state[1], ends[tokens - 1][0]), f"phase {phase}: taps changed the end of {tokens}"
+            for p in range(1, tokens + 1):
+                assert equal_bits(state[p + 1], ends[p - 1][0]), f"phase {phase}, tap {p} of {tokens}"
+            for p in (1, tokens // 2 + 1, tokens):
+                assert equal_bits(o[:p], ends[p - 1][1]), f"phase {phase}, outputs of {p} of {tokens}"
