@@ -217,12 +217,10 @@ class Core:
         kill(edge.dead_queued)
 
     def split(self, edge: Edge, at: int, key: int | None = None) -> Edge:
-        """Cut an edge and keep the orders complete; returns the upper half."""
+        """Cut an edge; returns the upper half. The lower keeps its place in the orders, the upper needs none: whoever
+        cuts an edge pins it down to the cut, and offers what it then unpins."""
         upper = self.tree.split(edge, at, key)
         self.epoch += 1
-        for half in (edge, upper):
-            self.device.offer(half)
-            self.host.offer(half)
         return upper
 
 

@@ -37,10 +37,14 @@ def find(
     position = 0
     partial = 0
     node: Edge = root
+    pairs = prompt._extras.pairs
+    add_edge = path.append
+    add_found = found.append
+    add_where = where.append
     for snapshot in root.snaps:
-        if startswith(snapshot.tail) and _same_extra(prompt, snapshot):
-            found.append(snapshot)
-            where.append(snapshot.where)
+        if startswith(snapshot.tail) and (_same_extra(prompt, snapshot) if pairs else not snapshot.extra):
+            add_found(snapshot)
+            add_where(snapshot.where)
     while True:
         edge = node.first
         if edge is None:
@@ -54,7 +58,7 @@ def find(
             if edge is None:
                 break
         run = edge.tokens
-        if edge.extras is not extras or edge.twin is not None or not startswith(run, position):
+        if edge.extras is not extras or not startswith(run, position):
             edge, partial = _longest_twin(edge, prompt, position // width, width)
             if partial < edge.end - edge.start:
                 if partial:
@@ -63,18 +67,21 @@ def find(
             partial = 0
             run = edge.tokens
         position += len(run)
-        path.append(edge)
+        add_edge(edge)
         node = edge
         for snapshot in edge.snaps:
-            if not snapshot.tail or (startswith(snapshot.tail, position) and _same_extra(prompt, snapshot)):
-                found.append(snapshot)
-                where.append(snapshot.where)
+            tail = snapshot.tail
+            if tail:
+                if not startswith(tail, position):
+                    continue
+                if snapshot.extra if not pairs else not _same_extra(prompt, snapshot):
+                    continue
+            add_found(snapshot)
+            add_where(snapshot.where)
     limit = prompt._num_tokens - 1  # the last token is always computed
     blocks = position // width + partial
     if blocks * geometry.block_tokens > limit:
         blocks = limit // geometry.block_tokens
-        if path and path[-1].start >= blocks:
-            path.pop()
     while found and found[-1].frontier > limit:
         found.pop()
         where.pop()

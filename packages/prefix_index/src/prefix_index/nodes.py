@@ -142,7 +142,17 @@ class Root(Edge):
         self.deps = None
 
 
-class Snapshot:
+class Offered:
+    """What a match reads of a snapshot; a base class for the same reason as `Walked`."""
+
+    __slots__ = ("extra", "tail", "where")
+
+    extra: int
+    tail: bytes
+    where: int
+
+
+class Snapshot(Offered):
     """State at `frontier` = end of `edge` plus `tail`, and the copies there are of it."""
 
     __slots__ = (
@@ -151,7 +161,6 @@ class Snapshot:
         "companion",  # the prompt tap its lineage left retained behind it
         "deps",  # retained snapshots whose `anc` this is, or None
         "edge",  # None once removed
-        "extra",
         "frontier",
         "hit_tick",
         "hits",
@@ -163,12 +172,10 @@ class Snapshot:
         "slot_queued",
         "successor",  # whose companion this is
         "superseded",  # tick, 0 while retained
-        "tail",
         "tail_pages",
         "tail_queued",
         "tick",  # recency of the tail's device pages
         "value",
-        "where",
     )
 
     anc: Snapshot | Root | None
