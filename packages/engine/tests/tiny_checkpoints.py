@@ -47,7 +47,7 @@ def oracle(*, seed: int = 0, **changes: Any) -> Qwen3_5ForCausalLM:
             elif "conv1d" in name:
                 parameter.normal_(0, 0.5, generator=generator)
             else:
-                parameter.normal_(0, 0.12, generator=generator)
+                parameter.normal_(0, 0.08, generator=generator)
     return model
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,44 +139,6 @@ def test_stop_strings_end_the_answer_before_them(client: OpenAI) -> None:
     answer = client.chat.completions.create(stop=[stop], **options).choices[0]
     assert answer.finish_reason == "stop"
     assert answer.message.content == text[: text.index(stop)]
-
-
-def test_closing_a_stream_frees_the_lane(client: OpenAI) -> None:
-    """Two endless answers hold both lanes; a third request can only be answered because their clients left."""
-    endless: dict[str, Any] = {"max_tokens": 30_000, "stream": True, **FAST}
-    streams = [client.chat.completions.create(messages=[ask(f"endless {i}")], **endless) for i in range(2)]
-    for stream in streams:
-        next(stream)
-    for stream in streams:
-        stream.close()
-    answer = client.chat.completions.create(messages=[ask("and now?")], max_tokens=2, **FAST)
-    assert answer.usage is not None
-
-
-def test_a_client_that_hangs_up_on_a_whole_answer_frees_the_lane(client: OpenAI) -> None:
-    impatient = client.with_options(timeout=2)
-    for i in range(2):
-        with pytest.raises(openai.APITimeoutError):
-            impatient.chat.completions.create(messages=[ask(f"too long {i}")], max_tokens=30_000, **FAST)
-    answer = client.chat.completions.create(messages=[ask("still there?")], max_tokens=2, **FAST)
-    assert answer.usage is not None
-
-
-def test_a_full_queue_is_429(client: OpenAI) -> None:
-    endless: dict[str, Any] = {"max_tokens": 30_000, "stream": True, **FAST}
-    streams = [client.chat.completions.create(messages=[ask(f"busy {i}")], **endless) for i in range(2)]
-    for stream in streams:  # both run
-        next(stream)
-        next(stream)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        third = client.chat.completions.create(messages=[ask("waiting")], **(endless | {"max_tokens": 2}))
-        waiting = pool.submit(list, third)  # waits: there is room for one
-        with pytest.raises(openai.RateLimitError, match="at most 1 requests may wait") as caught:
-            client.chat.completions.create(messages=[ask("one too many")], max_tokens=1, **FAST)
-        assert caught.value.code == "server_overloaded"
-        for stream in streams:
-            stream.close()
-        assert waiting.result(timeout=60)
 
 
 def test_errors_have_openais_shape(client: OpenAI) -> None:

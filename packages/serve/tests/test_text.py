@@ -108,6 +108,7 @@ def test_the_opener_is_where_the_next_turn_may_differ() -> None:
     for arguments in ({}, {"enable_thinking": False}):
         prompt = CHAT.render([SYSTEM, ASK], tools=None, template_arguments=arguments)
         assert prompt.opener is not None
+        assert TOKENIZER.decode(prompt.tokens[prompt.opener :]).startswith("<|im_start|>assistant\n")
         answered = [SYSTEM, ASK, {"role": "assistant", "content": "In Oslo."}, ASK]
         following = CHAT.render(answered, tools=None, template_arguments=arguments)
         assert following.tokens[: prompt.opener] == prompt.tokens[: prompt.opener]
