@@ -117,9 +117,10 @@ def zero_a_page(engine: Engine) -> None:
     memory.pages[pages[0]] = 0
 
 
-def swap_two_pages(engine: Engine) -> None:
+def take_another_page(engine: Engine) -> None:
+    """Exchanging two whole pages of one lane would change nothing: keys carry their positions."""
     memory, _, pages = resumed_lane(engine)
-    memory.pages[[pages[0], pages[1]]] = memory.pages[[pages[1], pages[0]]]
+    memory.pages[pages[0]] = memory.pages[pages[1]]
 
 
 def resumed_lane(engine: Engine):  # type: ignore[no-untyped-def]
@@ -129,7 +130,7 @@ def resumed_lane(engine: Engine):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize(
     "damage",
-    [zero_recurrent_state, zero_conv_history, take_another_state, zero_a_page, swap_two_pages],
+    [zero_recurrent_state, zero_conv_history, take_another_state, zero_a_page, take_another_page],
     ids=lambda damage: damage.__name__,
 )
 def test_a_damaged_lane_is_seen(pair: Pair, damage: Callable[[Engine], None]) -> None:

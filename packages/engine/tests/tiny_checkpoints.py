@@ -47,7 +47,9 @@ def oracle(*, seed: int = 0, **changes: Any) -> Qwen3_5ForCausalLM:
             elif "conv1d" in name:
                 parameter.normal_(0, 0.5, generator=generator)
             else:
-                parameter.normal_(0, 0.08, generator=generator)
+                # What attention adds must weigh enough that two exchanged pages are seen.
+                heavy = name.endswith(("v_proj.weight", "o_proj.weight"))
+                parameter.normal_(0, 0.2 if heavy else 0.08, generator=generator)
     return model
 
 
