@@ -62,7 +62,6 @@ class EventCompletion:
             self.error = without_frames(error)
         # A device that fails a query answers no later one either; nothing more can be learnt from it.
         self._events = self._events[: self._landed]
-        self._fence = None
 
     def finished(self) -> bool:
         if self._batch is not None and self._at_rest():
