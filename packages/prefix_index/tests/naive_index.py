@@ -249,6 +249,8 @@ class NaiveIndex:
         snapshot.superseded = 0
 
     def extend(self, lease: NaiveLease, tokens: list[int], pages: list[tuple[int, ...]]) -> dict[str, list[int]]:
+        if pages and not lease.activated:
+            self.activate(lease)
         done: dict[str, list[int]] = {"inserted": [], "reattached": [], "duplicate": []}
         for block, own in zip(self.split(tokens, lease.pairs, len(lease.path)), pages, strict=True):
             path = (*lease.path, block)
@@ -290,6 +292,8 @@ class NaiveIndex:
         return len({len(path) for path in going_on}) < len(going_on)
 
     def supersede(self, lease: NaiveLease, frontier: int, kind: SnapshotKind) -> None:
+        if not lease.activated:
+            self.activate(lease)
         kept = []
         for snapshot in lease.chain:
             if not snapshot.alive or snapshot.superseded:
@@ -404,7 +408,7 @@ class NaiveIndex:
         return freed
 
     def remove(self, block: NaiveBlock, freed: NaiveFreed) -> None:
-        for snapshot in self.anchored(block.namespace, block.path):
+        for snapshot in sorted(self.anchored(block.namespace, block.path), key=lambda s: len(s.tail)):
             self.drop(snapshot, freed)
         del self.blocks[block.namespace, block.path]
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import pytest
 
+from follower import Follower
 from naive_index import (
     NaiveFreed,
     NaiveIndex,
@@ -23,6 +24,7 @@ from naive_index import (
 from prefix_index import (
     AbortTooLate,
     CostModel,
+    Demand,
     Freed,
     Lease,
     Match,
@@ -58,7 +60,6 @@ class Lane:
         self.lease = lease
         self.model = model
         self.tokens = tokens
-        self.worked = False
 
 
 class World:
@@ -69,6 +70,7 @@ class World:
         self.snapshots = snapshots
         lags = self.one_of(LAGS)
         image_bytes = self.one_of([1, 5_000, 5_000_000])
+        hashing = self.one_of([*sorted(HASHES), "xxh3"])
         cost = CostModel(pair_seconds=self.one_of([0.0, 1e-6]), batch_seconds=1e-5, token_seconds=1e-4)
         self.index = PrefixIndex(
             block_tokens=SIZE,
@@ -78,8 +80,12 @@ class World:
             image_bytes=image_bytes,
             image_slabs=IMAGE_SLABS,
             cost=cost,
-            block_hash=HASHES[self.one_of(sorted(HASHES))],
+            block_hash=HASHES[hashing],
         )
+        # With forced collisions a hash names no block, so nobody can follow from outside.
+        self.follower = Follower() if hashing == "xxh3" else None
+        if self.follower is not None:
+            self.index.subscribe(self.follower)
         self.model = NaiveIndex(SIZE, lags, snapshots, 1000, image_bytes, cost)
         self.pools = len(lags)
         self.lanes: list[Lane] = []
@@ -87,6 +93,7 @@ class World:
         self.known: dict[NaiveSnapshot, SnapshotHandle] = {}
         self.prompts: list[tuple[bytes, list[int], Pairs]] = []
         self.handle = 0
+        self.demanded: tuple[Demand, int] | None = None
 
     # ------------------------------------------------------------------ choosing
 
@@ -175,6 +182,7 @@ class World:
 
     def start(self, match: Match, namespace: bytes, tokens: list[int], pairs: Pairs, path: Path, choice: int) -> Lane:
         candidate = match.candidates[choice] if choice >= 0 else None
+        self.demanded = self.index.demand(match, candidate), self.index.stats().evictable_device_pages
         lease = self.index.acquire(match, candidate)
         snapshot = None
         frontier = 0
@@ -193,9 +201,20 @@ class World:
         pages = [self.model.blocks[namespace, path[: i + 1]].pages for i in range(len(path))]
         resident = [entry for entry in pages if entry is not None]
         assert lease.pages == tuple(tuple(entry[pool] for entry in resident) for pool in range(self.pools))
+        self.check_admission(match, lease)
         lane = Lane(lease, model, tokens)
         self.lanes.append(lane)
         return lane
+
+    def check_admission(self, match: Match, lease: Lease) -> None:
+        """What a demand calls its own is exactly what the lease's pins took away from the evictable."""
+        if self.demanded is not None:
+            demand, before = self.demanded
+            assert before - self.index.stats().evictable_device_pages == demand.own
+            assert demand.depth == lease.depth
+            there = self.index.held(lease, Tier.DEVICE)
+            assert demand.restore - (lease.depth - there) in (0, 1)
+            self.demanded = None
 
     def turn(self) -> None:
         """A whole request: resume deep, commit, publish, maybe write through, maybe finish."""
@@ -236,7 +255,6 @@ class World:
         pages = self.page_sets(len(run) // SIZE)
         done = self.index.extend(lane.lease, run, self.as_given(pages))
         expected = self.model.extend(lane.model, run, pages)
-        lane.worked = lane.worked or bool(run)
         for name in ("inserted", "reattached", "duplicate"):
             ranges = getattr(done, name)
             assert [block for first, end in ranges for block in range(first, end)] == expected[name]
@@ -263,7 +281,6 @@ class World:
         run = as_bytes(tail)
         done = self.index.publish(lane.lease, frontier, slot=slot, tail=run, tail_pages=tail_pages, kind=kind)
         snapshot, created = self.model.publish(lane.model, frontier, tail, slot, tail_pages, kind)
-        lane.worked = True
         assert done.created == created
         assert done.snapshot.frontier == frontier
         assert self.known.setdefault(snapshot, done.snapshot) == done.snapshot
@@ -278,7 +295,7 @@ class World:
         lane = self.a_lane(lane)
         if lane is None:
             return
-        if not lane.worked and not lane.model.activated and self.chance(2):
+        if not lane.model.activated and self.chance(2):
             self.index.cancel(lane.lease)
             self.model.cancel(lane.model)
         else:
@@ -417,3 +434,26 @@ class World:
         free_blocks = sum(not self.model.pins(b.namespace, b.path) for b in blocks)
         free_tails = sum(not self.model.snapshot_pins(s) for s in tails)
         assert self.index.stats().evictable_device_pages == free_blocks + free_tails
+        if self.follower is not None:
+            late = Follower()
+            late.catch_up(self.index.state_events())
+            assert self.follower.view() == late.view()
+            on_device, on_host = self.in_flight("device"), self.in_flight("host")
+            copies = sum(len(tiers) for tiers in self.follower.tiers.values())
+            slabs = [b for b in self.model.blocks.values() if b.slab is not None]
+            assert copies == len(blocks) - on_device + len(slabs) - on_host
+            assert len(self.follower.snapshots) == len(self.model.snapshots)
+
+    def in_flight(self, tier: str) -> int:
+        """Blocks whose copy is on its way to `tier`."""
+        tickets = [model for _, model in self.tickets if model.tier == tier and model.snapshot is None]
+        return sum(len(ticket.path) - ticket.first for ticket in tickets)
+
+    def settle(self) -> None:
+        """End every lane and land every fill."""
+        for ticket, model in self.tickets:
+            self.index.land(ticket)
+            self.model.land(model)
+        self.tickets = []
+        while self.lanes:
+            self.finish()

@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from follower import Follower
 from paired_world import World
 
 LONG = os.environ.get("PREFIX_INDEX_PROFILE") == "long"
@@ -76,6 +77,27 @@ def run_seed(seed: int, steps: int, *, snapshots: bool) -> None:
         except BaseException as error:
             error.add_note(f"seed {seed}, snapshots={snapshots}, step {step}")
             raise
+
+
+def test_an_exported_index_restores_to_what_it_was() -> None:
+    """Whatever the history: the tables of the restored index are the tables it was made from."""
+    restored = 0
+    for seed in range(1000, 1000 + SEEDS):
+        rng = random.Random(seed)
+        world = World(rng.randrange)
+        for _ in range(60):
+            world.step()
+        world.settle()
+        tables = world.index.export()
+        other = World(random.Random(seed).randrange).index
+        other.restore(tables)
+        other.check_invariants()
+        assert other.export() == tables, f"seed {seed}"
+        late = Follower()
+        late.catch_up(other.state_events())
+        assert len(late.snapshots) == len(tables.snapshots)
+        restored += len(tables.snapshots)
+    assert restored > SEEDS
 
 
 @pytest.mark.parametrize("part", range(4))

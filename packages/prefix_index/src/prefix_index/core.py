@@ -13,6 +13,7 @@ from prefix_index.values import Freed, Pages
 
 if TYPE_CHECKING:
     from prefix_index.device import DeviceOrder
+    from prefix_index.events import Feed
     from prefix_index.fills import Ticket
     from prefix_index.host import HostOrder
     from prefix_index.slots import SlotOrder
@@ -60,7 +61,9 @@ class Core:
         "device_blocks",
         "device_tails",
         "epoch",
+        "feed",
         "geometry",
+        "hits",
         "host",
         "host_blocks",
         "inflation",
@@ -70,12 +73,14 @@ class Core:
         "serial",
         "slots",
         "tickets",
+        "tokens_resumed",
         "tree",
         "worth",
     )
 
     tree: Tree
     device: DeviceOrder
+    feed: Feed
     host: HostOrder
     slots: SlotOrder
     worth: Worth
@@ -86,6 +91,7 @@ class Core:
         self.clock = 0  # stamps recency; every stamping operation takes one tick
         self.epoch = 0  # moves when something a match can name is lost or renumbered
         self.serial = 0
+        self.hits = self.tokens_resumed = 0  # counted, never read by a rule
         self.inflation = 0.0  # L of GreedyDual-Size-Frequency
         self.device_blocks = self.device_tails = self.host_blocks = self.num_snapshots = 0
         self.tickets: dict[Ticket, None] = {}  # fills in flight, oldest first

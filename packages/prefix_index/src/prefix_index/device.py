@@ -12,7 +12,7 @@ from __future__ import annotations
 from prefix_index.core import Core, Given
 from prefix_index.nodes import DEVICE_TAIL, HOST, Edge, Snapshot, pinned_end
 from prefix_index.order import LazyHeap
-from prefix_index.values import Pages
+from prefix_index.values import Pages, Tier
 
 UNBACKED = 1 << 62  # added to a tick: unbacked leaves come after every backed one
 
@@ -88,6 +88,8 @@ class DeviceOrder:
 
     def _evict_backed(self, edge: Edge, missing: int, given: Given) -> int:
         count = min(missing, self._free_length(edge))
+        end = edge.start + edge.dev
+        self._core.feed.removed(edge, Tier.DEVICE, end - count, end)
         self.take_pages(edge, count, given)
         self.offer(edge)
         return count
@@ -98,6 +100,7 @@ class DeviceOrder:
         for snapshot in edge.snaps:  # anchored on the block that goes first
             core.worth.drop(snapshot, given)
         size = edge.dev - count
+        core.feed.removed(edge, Tier.DEVICE, edge.start + size, edge.end)
         self.take_pages(edge, count, given)
         core.tree.truncate(edge, size)
         if size:

@@ -200,6 +200,14 @@ def land(core: Core, ticket: Ticket) -> None:
         if hold.depth < edge.end:
             edge = core.split(edge, hold.depth)
         core.stamp(edge, core.tick())
+    if snapshot is None and not core.feed.silent:
+        at: Edge | None = hold.edge
+        part = []
+        while at is not None and at.end > ticket._first:
+            part.append(at)
+            at = at.parent
+        for edge in reversed(part):
+            core.feed.stored(edge, ticket._tier, max(edge.start, ticket._first), min(edge.end, hold.depth))
     core.unpin(hold)
     del core.tickets[ticket]
 

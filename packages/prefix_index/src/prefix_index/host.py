@@ -14,6 +14,7 @@ from __future__ import annotations
 from prefix_index.core import Core, Given
 from prefix_index.nodes import DEVICE_IMAGE, DEVICE_TAIL, HAS_TAIL, HOST, Edge, Snapshot, pinned_end
 from prefix_index.order import LazyHeap
+from prefix_index.values import Tier
 
 Key = tuple[float, int]
 
@@ -85,6 +86,8 @@ class HostOrder:
         on_device = edge.dev >= edge.host
         if not on_device:
             count = min(count, edge.host - edge.dev)
+        end = edge.start + edge.host
+        core.feed.removed(edge, Tier.HOST, end - count, end)
         self.take_slabs(edge, count, given)
         if on_device:
             core.device.offer(edge)  # unbacked from now on

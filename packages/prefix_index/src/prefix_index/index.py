@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from prefix_index import check as _check
 from prefix_index import digest as _digest
+from prefix_index.capacity import ROOT, Demand
 from prefix_index.clear import clear_namespace
 from prefix_index.core import Core, Geometry, Given
 from prefix_index.cost import CostModel
@@ -21,23 +22,21 @@ from prefix_index.errors import (
     WrongState,
     WrongThread,
 )
+from prefix_index.events import Event, Feed, Listener, Subscription, state_events
 from prefix_index.extend import extend as _extend
 from prefix_index.fills import Ticket, abort, begin_blocks, begin_snapshot, held, land
 from prefix_index.host import HostOrder
-from prefix_index.lease import Lease
-from prefix_index.lineage import supersede_below
-from prefix_index.lookup import find, note_filling, spans
+from prefix_index.lease import Lease, path_of
+from prefix_index.lineage import activate, supersede_below
+from prefix_index.lookup import find, note_filling, path_edge, spans
 from prefix_index.match import Candidate, Match, SnapshotHandle, Span
-from prefix_index.nodes import (
-    Edge,
-    Hasher,
-    Hold,
-    Snapshot,
-)
+from prefix_index.nodes import Edge, Hasher, Hold, Snapshot, pinned_end
 from prefix_index.prompt import BlockScheme, Extras, Prompt, TokenInput, token_bytes, xxh3_block_hash
 from prefix_index.publish import publish
+from prefix_index.restore import restore
 from prefix_index.slots import SlotOrder
 from prefix_index.stats import Counters, Stats, gather
+from prefix_index.tables import HostTables, export
 from prefix_index.tree import Tree
 from prefix_index.values import Extension, Freed, Pages, Pool, SnapshotKind, Tier, page_array
 from prefix_index.worth import Worth
@@ -106,6 +105,7 @@ class PrefixIndex:
         core = self._core = Core(self._geometry, cost or CostModel())
         core.tree = Tree(self._scheme, len(pools))
         core.device = DeviceOrder(core)
+        core.feed = Feed(core)
         core.host = HostOrder(core)
         core.slots = SlotOrder(core)
         core.worth = Worth(core)
@@ -160,6 +160,30 @@ class PrefixIndex:
             note_filling(match, core.tickets)
         return match
 
+    def demand(self, match: Match, candidate: Candidate | None) -> Demand:
+        """What resuming from `candidate` takes, for `plan_admission`. Changes nothing. O(edges)."""
+        self._fresh("demand", match)
+        if candidate is None:
+            return ROOT
+        depth = candidate._depth
+        own = 0
+        record = None
+        if candidate._snapshot is None:
+            edge = path_edge(match, depth)
+        else:
+            record = self._record("demand", candidate._snapshot)
+            assert record.edge is not None
+            edge = record.edge
+        restore = depth - min(held(edge, Tier.DEVICE), depth)
+        if record is not None and record.tail:
+            restore += record.tail_pages is None
+            own += record.tail_pages is not None and not record.pins
+        at: Edge | None = edge
+        while at is not None and pinned_end(at) < at.end:
+            own += max(0, min(at.start + at.dev, depth) - pinned_end(at))
+            at = at.parent
+        return Demand(depth, restore, own)
+
     # ------------------------------------------------------------------ leases
 
     def acquire(self, match: Match, candidate: Candidate | None = None) -> Lease:
@@ -189,11 +213,7 @@ class PrefixIndex:
         else:
             depth = candidate._depth
             frontier = depth * self._geometry.block_tokens
-            if depth > match._matched_blocks:
-                raise InvalidArgument(
-                    f"acquire: the candidate must lie on the match, {match._matched_blocks} blocks, got {depth}"
-                )
-            edge = next(part for part in match._path if part.end >= depth)
+            edge = path_edge(match, depth)
         hold = Hold(edge, depth)
         core.pin(hold)
         if snapshot is not None:
@@ -204,24 +224,13 @@ class PrefixIndex:
     def activate(self, lease: Lease) -> None:
         """The lane exists: count the hit and let go of the snapshot, whose image and tail the lane has copied.
 
-        The path stays pinned. Called at most once; `release` does it for a lease that never was."""
+        The path stays pinned. Once per lease; its first `extend`, `supersede`, `publish` or its `release` does it where
+        nobody did by name."""
         self._enter("activate")
         self._open("activate", lease)
         if lease._activated:
             raise WrongState(f"activate: a lease is activated once, got {lease!r} again")
-        self._activate(lease)
-
-    def _activate(self, lease: Lease) -> None:
-        core = self._core
-        lease._activated = True
-        self._counts.hits += lease._resume_frontier > 0
-        self._counts.tokens_resumed += lease._resume_frontier
-        snapshot = lease._resumed
-        if snapshot is not None:
-            core.worth.refresh(snapshot, hit=True)
-            snapshot.tick = snapshot.hit_tick
-            lease._snapshot_pinned = False
-            core.unpin_snapshot(snapshot)
+        activate(self._core, lease)
 
     def extend(self, lease: Lease, tokens: TokenInput, pages: Sequence[Pages]) -> Extension:
         """Commit whole blocks that follow the lease's depth, with their device pages, and pin them.
@@ -250,20 +259,30 @@ class PrefixIndex:
         if not num_blocks:
             return Extension((), (), ())
         extras = lease._prompt._extras.of_blocks(depth, depth + num_blocks, self.block_tokens)
-        lease._worked = True
-        done = _extend(self._core, lease, data, extras, flat)
+        if not lease._activated:
+            activate(self._core, lease)
+        core = self._core
+        done = _extend(core, lease, data, extras, flat)
+        if not core.feed.silent:
+            for first, end in sorted((*done.inserted, *done.reattached)):
+                self._tell_stored(lease, first, end)
         counts = self._counts
         counts.inserted += sum(end - first for first, end in done.inserted)
         counts.reattached += sum(end - first for first, end in done.reattached)
         counts.duplicate += sum(end - first for first, end in done.duplicate)
         return done
 
+    def _tell_stored(self, lease: Lease, first: int, end: int) -> None:
+        assert lease._hold.edge is not None
+        for edge in path_of(lease._hold.edge):
+            self._core.feed.stored(edge, Tier.DEVICE, max(first, edge.start), min(end, edge.end))
+
     def release(self, lease: Lease) -> None:
         """Unpin the lease's path, which becomes the most recently used, its deepest block the first of it to go."""
         self._enter("release")
         self._open("release", lease)
         if not lease._activated:
-            self._activate(lease)
+            activate(self._core, lease)
         core = self._core
         hold = lease._hold
         edge = hold.edge
@@ -276,11 +295,11 @@ class PrefixIndex:
         core.tree.forget_if_empty(edge)
 
     def cancel(self, lease: Lease) -> None:
-        """Give back a lease that was neither activated, extended nor published under: as if it had never been."""
+        """Give back a lease that was not activated, neither by name nor by work: as if it had never been."""
         self._enter("cancel")
         self._open("cancel", lease)
-        if lease._activated or lease._worked:
-            raise WrongState(f"cancel: the lease must not have been activated or extended, got {lease!r}; release it")
+        if lease._activated:
+            raise WrongState(f"cancel: the lease must not have been activated, got {lease!r}; release it")
         core = self._core
         hold = lease._hold
         edge = hold.edge
@@ -299,6 +318,8 @@ class PrefixIndex:
         self._enter("supersede")
         self._open("supersede", lease)
         if frontier > lease._resume_frontier:
+            if not lease._activated:
+                activate(self._core, lease)
             supersede_below(self._core, lease, frontier, kind)
 
     def worth(self, lease: Lease, frontier: int) -> float:
@@ -451,6 +472,17 @@ class PrefixIndex:
         core.epoch += 1
         return given.freeze()
 
+    def export(self) -> HostTables:
+        """The Host-resident part as plain tables: retained snapshots whose path is on the Host, and those paths."""
+        return export(self._core)
+
+    def restore(self, tables: HostTables) -> None:
+        """Take exported rows back, Host-only and without evicting anything. Into an empty index only.
+
+        The rows' slabs are the caller's, filled with their bytes (see `with_slabs`). Bad tables change nothing."""
+        self._enter("restore")
+        restore(self._core, tables)
+
     # ------------------------------------------------------------------ observing
 
     def stats(self) -> Stats:
@@ -469,6 +501,18 @@ class PrefixIndex:
         """Re-derive every counter, order and value from scratch; raises InvariantViolation. O(tree)."""
         _check.check(self._core)
 
+    def subscribe(self, listener: Listener) -> Subscription:
+        """Hear of every block stored or removed per tier, snapshot published or dropped, namespace cleared.
+
+        Told inside the causing call, in order, with rising sequence numbers; late joiners begin with `state_events`."""
+        subscription = Subscription(self._core.feed, listener)
+        self._core.feed.subscriptions.append(subscription)
+        return subscription
+
+    def state_events(self) -> tuple[Event, ...]:
+        """What is there now as the events that lead to it, parents first. O(tree)."""
+        return state_events(self._core)
+
     def hand_over(self) -> None:
         """Let another thread be the mutator from its next call on."""
         self._thread = None
@@ -482,6 +526,12 @@ class PrefixIndex:
                 if self._thread is not None:
                     raise WrongThread(f"{op}: only thread {self._thread} may change the index, got thread {me}")
                 self._thread = me
+
+    def _fresh(self, op: str, match: Match) -> None:
+        if match._owner is not self._owner:
+            raise ForeignHandle(f"{op}: the match must be this index's own, got another's")
+        if match._epoch != self._core.epoch:
+            raise StaleMatch(f"{op}: the match must be of epoch {self._core.epoch}, got {match._epoch}; match again")
 
     def _open(self, op: str, lease: Lease) -> None:
         if lease._owner is not self._owner:

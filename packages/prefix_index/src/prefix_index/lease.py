@@ -31,7 +31,6 @@ class Lease:
         "_snapshot_pinned",
         "_tail_pages",
         "_tap",
-        "_worked",
     )
 
     def __init__(
@@ -57,7 +56,6 @@ class Lease:
         self._tail_pages = (resumed.tail_pages or ()) if resumed is not None else ()
         self._snapshot_pinned = resumed is not None
         self._activated = False
-        self._worked = False  # extended or published: too late to cancel
         self._chain: list[Snapshot] = []  # retained snapshots of this lineage that its next publication may supersede
         self._tap: Snapshot | None = None  # the last prompt tap published under this lease
         self._published = frontier  # the deepest frontier of the lineage

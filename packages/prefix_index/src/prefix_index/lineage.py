@@ -14,6 +14,20 @@ from prefix_index.nodes import Edge, Snapshot
 from prefix_index.values import SnapshotKind
 
 
+def activate(core: Core, lease: Lease) -> None:
+    """The lane has its own copy of what it resumed from: count the hit and let the snapshot go. Once per lease.
+
+    Comes before anything the lane does, since a hit retains what the lane's progress is about to supersede."""
+    lease._activated = True
+    core.hits += lease._resume_frontier > 0
+    core.tokens_resumed += lease._resume_frontier
+    snapshot = lease._resumed
+    if snapshot is not None:
+        core.worth.refresh(snapshot, hit=True)
+        snapshot.tick = snapshot.hit_tick
+        core.unpin_snapshot(snapshot)
+
+
 def supersede_below(core: Core, lease: Lease, frontier: int, kind: SnapshotKind) -> None:
     """Supersede what a snapshot of `kind` at `frontier` makes redundant in the lineage of `lease`."""
     kept: list[Snapshot] = []

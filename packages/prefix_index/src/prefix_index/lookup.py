@@ -187,3 +187,12 @@ def spans(op: str, exclude: Sequence[Span]) -> tuple[Span, ...]:
                 f"{op}: an excluded span must be (begin, end) with 0 <= begin <= end, got {(begin, end)}"
             )
     return checked
+
+
+def path_edge(match: Match, depth: int) -> Edge:
+    """The edge of the match's path in which block boundary `depth` lies."""
+    if not 0 < depth <= match._matched_blocks:
+        raise InvalidArgument(
+            f"acquire: the candidate must lie on the {match._matched_blocks} matched blocks, got {depth}"
+        )
+    return next(edge for edge in match._path if edge.end >= depth)

@@ -6,7 +6,7 @@ from prefix_index.core import Core, anchor
 from prefix_index.errors import InvalidArgument, WrongState
 from prefix_index.fills import held
 from prefix_index.lease import Lease
-from prefix_index.lineage import join, supersede_below
+from prefix_index.lineage import activate, join, supersede_below
 from prefix_index.nodes import DEVICE_IMAGE, DEVICE_TAIL, Snapshot
 from prefix_index.prompt import TOKEN_BYTES
 from prefix_index.values import SnapshotKind, Tier
@@ -24,7 +24,8 @@ def publish(
         assert there is not None
         if not there.tokens.startswith(tail, at * core.tree.scheme.block_bytes):
             raise InvalidArgument(f"publish: the tail must repeat the committed block {depth}, got other tokens")
-    lease._worked = True
+    if not lease._activated:
+        activate(core, lease)
     extra = lease._prompt._extras.at(frontier) if tail else 0
     supersede_below(core, lease, frontier, kind)
     if depth == edge.end:

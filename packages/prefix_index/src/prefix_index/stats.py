@@ -16,8 +16,6 @@ class Counters:
     duplicate: int = 0
     published: int = 0
     duplicates: int = 0
-    hits: int = 0
-    tokens_resumed: int = 0
     device_evictions: int = 0
     host_evictions: int = 0
     slot_claims: int = 0
@@ -70,8 +68,8 @@ def gather(core: Core, counts: Counters) -> Stats:
         snapshots_duplicate=counts.duplicates,
         snapshots_superseded=core.worth.superseded,
         snapshots_lost=core.worth.lost,
-        hits=counts.hits,
-        tokens_resumed=counts.tokens_resumed,
+        hits=core.hits,
+        tokens_resumed=core.tokens_resumed,
         device_evictions=counts.device_evictions,
         host_evictions=counts.host_evictions,
         slot_claims=counts.slot_claims,

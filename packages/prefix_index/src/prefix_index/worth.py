@@ -41,6 +41,7 @@ class Worth:
         edge.snaps = tuple(sorted((*edge.snaps, snapshot), key=_tail_length)) if edge.snaps else (snapshot,)
         edge.lost = 0
         core.num_snapshots += 1
+        core.feed.published(snapshot)
         snapshot.base = core.inflation
         snapshot.hit_tick = core.tick()
         at: Edge | None = edge
@@ -77,6 +78,7 @@ class Worth:
         edge = snapshot.edge
         assert edge is not None
         self.lost += 1
+        core.feed.dropped(snapshot)
         if not snapshot.superseded:
             self._unretain(snapshot)
         self._dirty.pop(snapshot, None)
@@ -176,9 +178,12 @@ class Worth:
         assert above.deps is not None
         del above.deps[snapshot]
         if snapshot.deps:
+            heir = _heir(snapshot, above)
+            if heir.deps is None:
+                heir.deps = {}
             for other in snapshot.deps:
-                other.anc = above
-                above.deps[other] = None
+                other.anc = heir
+                heir.deps[other] = None
                 self._dirty[other] = None
         if not above.deps:
             above.deps = None
@@ -251,6 +256,16 @@ def _nearest_retained(snapshot: Snapshot) -> Snapshot | Root:
         below = at
         at = at.parent
     return best if best is not None else root_of(edge)
+
+
+def _heir(snapshot: Snapshot, above: Snapshot | Root) -> Snapshot | Root:
+    """Who is nearest above the dependents of `snapshot` without it: one that differs in its tail's extra only, or
+    `above`."""
+    assert snapshot.edge is not None
+    for other in snapshot.edge.snaps:
+        if other is not snapshot and not other.superseded and other.tail == snapshot.tail:
+            return other
+    return above
 
 
 def _deeper(best: Snapshot | None, other: Snapshot) -> Snapshot:

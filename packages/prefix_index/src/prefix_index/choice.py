@@ -1,0 +1,35 @@
+"""Which candidate to resume from: cost ranks, feasibility decides elsewhere. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prefix_index.cost import CostModel
+from prefix_index.match import Candidate
+
+
+def resume_seconds(candidate: Candidate | None, num_tokens: int, cost: CostModel) -> float:
+    """Predicted seconds from admission to the first token: restore, then prefill of the rest. None is the root."""
+    if candidate is None:
+        return cost.prefill_seconds(0, num_tokens)
+    frontier = candidate.frontier
+    return cost.restore_seconds(candidate.restore_bytes) + cost.prefill_seconds(frontier, num_tokens - frontier)
+
+
+def rank_candidates(candidates: Iterable[Candidate], num_tokens: int, cost: CostModel) -> tuple[Candidate | None, ...]:
+    """The sources to try, best first; None stands for the root.
+
+    First the cheapest: it must be strictly cheaper than the root; among equally cheap ones fewer bytes win, then the
+    deeper. Then, for when it does not fit, the others deepest first, the root last. Candidates with copies still on
+    their way are left out.
+    """
+    usable = sorted((c for c in candidates if not c.filling), key=lambda candidate: -candidate.frontier)
+    choice: Candidate | None = None
+    best = resume_seconds(None, num_tokens, cost)
+    for candidate in usable:
+        seconds = resume_seconds(candidate, num_tokens, cost)
+        tie = choice is not None and seconds == best and candidate.restore_bytes < choice.restore_bytes
+        if seconds < best or tie:
+            choice, best = candidate, seconds
+    rest: list[Candidate | None] = [candidate for candidate in usable if candidate is not choice]
+    return (choice, *rest) if choice is None else (choice, *rest, None)
