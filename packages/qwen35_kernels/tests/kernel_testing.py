@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qwen35_kernels import BLOCK_TOKENS, PageLayout, store_kv
+from qwen35_kernels.quantisation import quantise_rows
 
 GUARD_BYTES = 256
 GUARD = 0xA5
@@ -84,6 +85,20 @@ def store_sequence(
     positions = torch.arange(base, base + k.shape[0])
     pages, rows = table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
     store_kv(k=k, v=v, arena=arena, layout=layout, layer=layer, pages=pages, rows=rows)
+
+
+def place_sequence(arena: Tensor, layout: PageLayout, layer: int, table: Tensor, k: Tensor, v: Tensor) -> None:
+    """The same without the op: for tests of attention that need pages, not of what fills them."""
+    for x, view, scales_view, rows_format in (
+        (k, layout.k(arena, layer), layout.k_scales(arena, layer), layout.k_format),
+        (v, layout.v(arena, layer), layout.v_scales(arena, layer), layout.v_format),
+    ):
+        values, scales = quantise_rows(x, rows_format)
+        for t in range(x.shape[0]):
+            page, row = int(table[t // BLOCK_TOKENS]), t % BLOCK_TOKENS
+            view[page, :, row] = values[t]
+            if scales is not None and scales_view is not None:
+                scales_view[page, :, row] = scales[t]
 
 
 def stored_sequence(arena: Tensor, layout: PageLayout, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:

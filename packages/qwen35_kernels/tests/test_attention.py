@@ -6,8 +6,8 @@ from kernel_testing import (
     assert_same_bits,
     generator,
     nan_arena,
+    place_sequence,
     shuffled_tables,
-    store_sequence,
     stored_sequence,
     tolerance,
 )
@@ -36,7 +36,7 @@ def fill(seed: int, lengths: list[int], *, profile=KVProfile.FP32, kv_heads=2, d
     rng = generator(seed)
     for i, length in enumerate(lengths):
         k, v = (torch.randn(length, kv_heads, dim, generator=rng) for _ in range(2))
-        store_sequence(guarded.arena, layout, 1, tables[i], k, v)
+        place_sequence(guarded.arena, layout, 1, tables[i], k, v)
     return layout, guarded, tables, rng
 
 

@@ -10,6 +10,7 @@ that its bits do not depend on the rest of the batch or on the number of threads
 
 import itertools
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from qwen35_kernels.contracts import (
     check_shape,
     refuse,
 )
+from qwen35_kernels.dispatch import triton_for
 from qwen35_kernels.elementwise import LOG2_E, exp2_, sigmoid
 from qwen35_kernels.layout import BLOCK_TOKENS, PageLayout, PlaneFormat
 from qwen35_kernels.quantisation import dequantise_rows
@@ -48,6 +50,9 @@ def attention_gate(*, o: Tensor, gate: Tensor) -> Tensor:
     check_dtype("attention_gate", "gate", gate, FLOAT_DTYPES)
     check_shape("attention_gate", "gate", gate, tuple(o.shape))
     check_device("attention_gate", "gate", gate, o.device)
+    backend = triton_for(o)
+    if backend is not None and o.dim() >= 2:
+        return cast(Tensor, backend.rows.attention_gate(o=o, gate=gate))
     return sigmoid(gate).mul_(o).to(o.dtype)
 
 
@@ -120,6 +125,21 @@ def paged_attention_prefill(
         for base, (begin, end) in zip(bases, itertools.pairwise(cu_seqlens), strict=True)
     ]
     pages = [_pages_of(op, block_tables[i], lengths[i], arena.shape[0]) for i in range(num)]
+    backend = triton_for(q)
+    if backend is not None and backend.attention.supported(layout):
+        return cast(
+            Tensor,
+            backend.attention.prefill(
+                q=q,
+                arena=arena,
+                layout=layout,
+                layer=layer,
+                block_tables=block_tables,
+                cu_seqlens=cu_seqlens,
+                bases=bases,
+                lse=lse,
+            ),
+        )
     cache = _Pages(arena, layout, layer, workspace or Workspace())
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for i in range(num):
@@ -268,11 +288,26 @@ def paged_attention_decode(
     check_shape(op, "block_tables", block_tables, (lanes, block_tables.shape[1]))
     check_shape(op, "lengths", lengths, (lanes,))
     check_dtype(op, "lengths", lengths, (torch.int64,))
-    counts: list[int] = lengths.tolist()
+    backend = triton_for(q)
+    use_kernels = backend is not None and backend.attention.supported(layout)
+    counts: list[int] = lengths.tolist() if lengths.device.type == "cpu" or not use_kernels else []
     for count in counts:
         if count < 1:
             refuse(op, "lengths must be at least 1", count)
-    tables = [_pages_of(op, block_tables[b], counts[b], arena.shape[0]) for b in range(lanes)]
+    tables = [_pages_of(op, block_tables[b], count, arena.shape[0]) for b, count in enumerate(counts)]
+    if backend is not None and use_kernels:
+        return cast(
+            Tensor,
+            backend.attention.decode(
+                q=q,
+                arena=arena,
+                layout=layout,
+                layer=layer,
+                block_tables=block_tables,
+                lengths=lengths,
+                lse=lse,
+            ),
+        )
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if lanes == 0:
         return o
@@ -346,6 +381,9 @@ def merge_attention_states(*, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     check_device(op, "lse", lse, o.device)
     if o.shape[0] < 1:
         refuse(op, "there must be at least one partition", o.shape[0])
+    backend = triton_for(o)
+    if backend is not None:
+        return cast(tuple[Tensor, Tensor], backend.attention.merge(o=o, lse=lse))
     peak = lse.amax(0)
     finite_peak = torch.where(peak.isneginf(), 0.0, peak)
     total = torch.zeros_like(peak)

@@ -7,6 +7,7 @@ product before it is added, the prefill form need not: the two agree to rounding
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,12 +17,14 @@ from qwen35_kernels.contracts import (
     as_float32,
     check_device,
     check_dtype,
+    check_index,
     check_rank,
     check_shape,
     index_list,
     refuse,
     rounded,
 )
+from qwen35_kernels.dispatch import triton_for
 from qwen35_kernels.elementwise import silu_
 from qwen35_kernels.sequences import SequencePlan, Tap, plan_sequences
 
@@ -88,6 +91,9 @@ def causal_conv1d_prefill(
         taps=taps,
         has_state=has_state,
     )
+    backend = triton_for(x)
+    if backend is not None:
+        return cast(Tensor, backend.conv.prefill(x=x, weight=weight, history=history, plans=plans))
     columns = weight.float().t().contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for plan in plans:
@@ -134,6 +140,10 @@ def causal_conv1d_step(*, x: Tensor, weight: Tensor, history: Tensor, slots: Ten
     """
     op = "causal_conv1d_step"
     _check(op, x, weight, history)
+    backend = triton_for(x)
+    if backend is not None:
+        check_index(op, "slots", slots, x.shape[0], begin=0, end=history.shape[0])
+        return cast(Tensor, backend.conv.step(x=x, weight=weight, history=history, slots=slots))
     numbers = index_list(op, "slots", slots, x.shape[0], begin=0, end=history.shape[0])
     check_device(op, "slots", slots, x.device)
     own = history[numbers[0]].unsqueeze(0) if len(numbers) == 1 else history.index_select(0, slots)

@@ -19,6 +19,7 @@ on rows <= i only, a tap has the bits of a call that ends there.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from qwen35_kernels.contracts import (
     as_float32,
     check_device,
     check_dtype,
+    check_index,
     check_inner_contiguous,
     check_rank,
     check_shape,
@@ -35,6 +37,7 @@ from qwen35_kernels.contracts import (
     refuse,
     rounded,
 )
+from qwen35_kernels.dispatch import triton_for
 from qwen35_kernels.elementwise import LOG2_E, exp2_, small_sigmoid, softplus
 from qwen35_kernels.layout import BLOCK_TOKENS
 from qwen35_kernels.sequences import SequencePlan, Tap, plan_sequences
@@ -164,6 +167,9 @@ def gated_delta_rule_prefill(
         taps=taps,
         has_state=has_state,
     )
+    backend = triton_for(q)
+    if backend is not None:
+        return cast(Tensor, backend.delta_rule.prefill(q=q, k=k, v=v, g=g, beta=beta, state=state, plans=plans))
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     workspace = workspace or Workspace()
     for plan in plans:
@@ -387,6 +393,11 @@ def gated_delta_rule_step(
     op = "gated_delta_rule_step"
     _check(op, q, k, v, g, beta, state)
     lanes, value_heads = v.shape[:2]
+    backend = triton_for(q)
+    if backend is not None:
+        check_index(op, "slots", slots, lanes, begin=0, end=state.shape[0])
+        check_device(op, "slots", slots, q.device)
+        return cast(Tensor, backend.delta_rule.step(q=q, k=k, v=v, g=g, beta=beta, state=state, slots=slots))
     numbers = index_list(op, "slots", slots, lanes, begin=0, end=state.shape[0])
     check_device(op, "slots", slots, q.device)
     if lanes == 0:

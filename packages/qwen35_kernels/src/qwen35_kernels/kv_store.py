@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from qwen35_kernels.contracts import FLOAT_DTYPES, check_device, check_dtype, check_index, check_shape
+from qwen35_kernels.dispatch import triton_for
 from qwen35_kernels.layout import BLOCK_TOKENS, PageLayout
 from qwen35_kernels.quantisation import quantise_rows
 
@@ -31,6 +32,10 @@ def store_kv(
     check_index(op, "rows", rows, tokens, begin=0, end=BLOCK_TOKENS)
     for name, index in (("pages", pages), ("rows", rows)):
         check_device(op, name, index, arena.device)
+    backend = triton_for(k)
+    if backend is not None:
+        backend.kv_store.store_kv(k=k, v=v, arena=arena, layout=layout, layer=layer, pages=pages, rows=rows)
+        return
     planes = (
         (k, layout.k_format, layout.k(arena, layer), layout.k_scales(arena, layer)),
         (v, layout.v_format, layout.v(arena, layer), layout.v_scales(arena, layer)),

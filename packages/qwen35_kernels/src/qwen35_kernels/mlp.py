@@ -1,8 +1,11 @@
 """The activation of the dense feed-forward block."""
 
+from typing import cast
+
 from torch import Tensor
 
 from qwen35_kernels.contracts import FLOAT_DTYPES, check_dtype, check_rank, refuse
+from qwen35_kernels.dispatch import triton_for
 from qwen35_kernels.elementwise import silu
 
 __all__ = ["swiglu"]
@@ -18,5 +21,8 @@ def swiglu(*, gate_up: Tensor) -> Tensor:
     check_dtype("swiglu", "gate_up", gate_up, FLOAT_DTYPES)
     if gate_up.shape[1] % 2:
         refuse("swiglu", "gate_up must have an even number of columns", gate_up.shape[1])
+    backend = triton_for(gate_up)
+    if backend is not None:
+        return cast(Tensor, backend.rows.swiglu(gate_up=gate_up))
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate).mul_(up).to(gate_up.dtype)

@@ -1,9 +1,12 @@
 """The sparse feed-forward block of the mixture-of-experts models: router, grouped experts, shared expert."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from qwen35_kernels.contracts import FLOAT_DTYPES, check_device, check_dtype, check_rank, check_shape, refuse
+from qwen35_kernels.dispatch import triton_for
 from qwen35_kernels.elementwise import sigmoid
 from qwen35_kernels.mlp import swiglu
 
@@ -60,6 +63,12 @@ def moe_experts(*, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ex
         low, high = (int(value) for value in torch.aminmax(experts))
         if low < 0 or high >= num_experts:
             refuse(op, f"experts must lie in [0, {num_experts})", low if low < 0 else high)
+    backend = triton_for(x)
+    if backend is not None:
+        return cast(
+            Tensor,
+            backend.moe.experts(x=x, gate_up=gate_up, down=down, weights=weights, experts=experts),
+        )
     y = torch.zeros(tokens, hidden, dtype=torch.float32, device=x.device)
     flat, order = experts.flatten().sort(stable=True)
     rows = order // experts.shape[1] if experts.shape[1] else order

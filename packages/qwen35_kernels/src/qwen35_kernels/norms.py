@@ -4,6 +4,8 @@ Formulas and the zero-centred weight follow the published modelling code of Qwen
 transformers, `qwen3_5`); the float64 oracles are in `reference`.
 """
 
+from typing import cast
+
 from torch import Tensor
 
 from qwen35_kernels.contracts import (
@@ -16,6 +18,7 @@ from qwen35_kernels.contracts import (
     refuse,
     rounded,
 )
+from qwen35_kernels.dispatch import triton_for
 from qwen35_kernels.elementwise import silu
 
 __all__ = ["gated_rms_norm", "rms_norm"]
@@ -54,6 +57,9 @@ def rms_norm(*, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     only.
     """
     _check("rms_norm", x, weight, eps)
+    backend = triton_for(x)
+    if backend is not None:
+        return cast(Tensor, backend.rows.rms_norm(x=x, weight=weight, eps=eps))
     return rounded(normalise(x, eps).mul_(as_float32(weight) + 1.0), x.dtype)
 
 
@@ -68,4 +74,7 @@ def gated_rms_norm(*, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Te
         check_dtype("gated_rms_norm", "gate", gate, FLOAT_DTYPES)
         check_shape("gated_rms_norm", "gate", gate, tuple(x.shape))
         check_device("gated_rms_norm", "gate", gate, x.device)
+    backend = triton_for(x)
+    if backend is not None:
+        return cast(Tensor, backend.rows.gated_rms_norm(x=x, gate=gate, weight=weight, eps=eps))
     return rounded(normalise(x, eps).mul_(as_float32(weight)).mul_(silu(gate)), x.dtype)

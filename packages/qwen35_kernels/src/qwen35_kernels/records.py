@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qwen35_kernels.contracts import refuse
+from qwen35_kernels.dispatch import triton_backend
 
 __all__ = ["copy_records"]
 
@@ -23,6 +24,7 @@ def copy_records(
     destination_begin: int = 0,
     num_bytes: int | None = None,
     non_blocking: bool = False,
+    use_kernel: bool = False,
 ) -> None:
     """destination[d_i, destination_begin : + num_bytes] = source[s_i, source_begin : + num_bytes].
 
@@ -30,7 +32,9 @@ def copy_records(
     lengths, destination rows are distinct, and no written byte is also read. num_bytes defaults to the rest
     of the source record; offsets and length are multiples of 16. Nothing else is written. Rows consecutive
     on both sides move as one two-dimensional copy. With `non_blocking` and pinned host memory the copies
-    are queued on the current stream.
+    are queued on the current stream. With `use_kernel` one kernel on that stream moves everything instead,
+    reading or writing pinned host memory through its device pointer; rows then lie at multiples of 16
+    bytes.
     """
     op = "copy_records"
     for name, x in (("source", source), ("destination", destination)):
@@ -60,10 +64,32 @@ def copy_records(
         refuse(op, "destination_rows must be distinct", tuple(destination_rows))
     read = source[:, source_begin : source_begin + num_bytes]
     write = destination[:, destination_begin : destination_begin + num_bytes]
+    if use_kernel:
+        _copy_by_kernel(op, read, write, source_rows, destination_rows)
+        return
     for first_read, first_write, length in consecutive_runs(source_rows, destination_rows):
         write[first_write : first_write + length].copy_(
             read[first_read : first_read + length], non_blocking=non_blocking
         )
+
+
+def _copy_by_kernel(
+    op: str, read: Tensor, write: Tensor, source_rows: Sequence[int], destination_rows: Sequence[int]
+) -> None:
+    for name, x in (("source", read), ("destination", write)):
+        if x.stride(0) % _UNIT or x.data_ptr() % _UNIT:
+            refuse(op, f"{name} rows must lie at multiples of {_UNIT} bytes for a kernel", x.stride(0))
+        if x.device.type == "cpu" and torch.cuda.is_available() and not x.is_pinned():
+            refuse(op, f"{name} must be pinned host memory or on a device for a kernel", "pageable memory")
+    device = write.device if write.device.type == "cuda" else read.device
+    rows = (torch.tensor(r, dtype=torch.int64).to(device) for r in (list(source_rows), list(destination_rows)))
+    source_index, destination_index = rows
+    triton_backend().records.copy_records(
+        source=read.view(torch.int64),
+        destination=write.view(torch.int64),
+        source_rows=source_index,
+        destination_rows=destination_index,
+    )
 
 
 def consecutive_runs(source_rows: Sequence[int], destination_rows: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -14,6 +14,7 @@ from qwen35_kernels.contracts import (
     check_shape,
     refuse,
 )
+from qwen35_kernels.dispatch import triton_for
 from qwen35_kernels.norms import normalise
 
 __all__ = ["qk_norm_rotary", "rotary_frequencies", "rotary_tables"]
@@ -111,8 +112,12 @@ def qk_norm_rotary(
         check_shape(op, name, table, (tokens, cos.shape[1]))
         check_dtype(op, name, table, (torch.float32,))
         check_device(op, name, table, q.device)
-    outputs = []
+    outputs: list[Tensor] = []
+    backend = triton_for(q)
     for x, weight in ((q, q_weight), (k, k_weight)):
+        if backend is not None:
+            outputs.append(backend.rows.qk_norm_rotary(x=x, weight=weight, eps=eps, cos=cos, sin=sin))
+            continue
         normed = normalise(x, eps).mul_(weight.float() + 1.0)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rotate_into(out, normed, cos, sin)

@@ -1,0 +1,250 @@
+"""Launches of attention over pages."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qwen35_kernels.layout import BLOCK_TOKENS, PageLayout
+from qwen35_kernels.triton.attention_kernels import attend_decode, attend_prefill, merge_states
+from qwen35_kernels.triton.launch import Launch, dot_dtype, dot_precision, index_tensor, power_of_2, run
+
+__all__ = [
+    "decode",
+    "merge",
+    "plan_decode",
+    "plan_merge",
+    "plan_prefill",
+    "prefill",
+    "supported",
+]
+
+# Keys a decode program walks through: a fixed split, whatever the batch.
+_PAGES_PER_SPLIT = 8
+
+
+def supported(layout: PageLayout) -> bool:
+    """Halves of a head must be powers of two a tensor core takes."""
+    return layout.head_dim >= 32 and layout.head_dim == power_of_2(layout.head_dim)
+
+
+def _planes(arena: Tensor, layout: PageLayout, layer: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Pointer arguments, page strides and constants of a layer's planes."""
+    pointers: dict[str, Any] = {}
+    strides: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
+    for name, rows, values, scales in (
+        ("k", layout.k_format, layout.k(arena, layer), layout.k_scales(arena, layer)),
+        ("v", layout.v_format, layout.v(arena, layer), layout.v_scales(arena, layer)),
+    ):
+        constants[f"{name.upper()}_FORMAT"] = "plain" if scales is None else rows.name
+        constants[f"{name.upper()}_GROUP"] = (
+            1 if scales is None else layout.head_dim // rows.row_scales(layout.head_dim)
+        )
+        # A format without scales gets the values again: an argument nobody reads.
+        scales = values if scales is None else scales
+        pointers |= {f"{name}_ptr": values, f"{name}s_ptr": scales}
+        strides |= {f"{name}_page": values.stride(0), f"{name}s_page": scales.stride(0)}
+    return pointers, strides, constants
+
+
+def plan_prefill(
+    *,
+    q: Tensor,
+    arena: Tensor,
+    layout: PageLayout,
+    layer: int,
+    block_tables: Tensor,
+    cu_seqlens: Sequence[int],
+    bases: Sequence[int],
+    o: Tensor,
+    lse: Tensor,
+) -> tuple[Launch, ...]:
+    """q dense in its last axis, block_tables contiguous, lse float32 [T, H] contiguous."""
+    heads, dim = q.shape[1:]
+    rows = 64
+    blocks = [
+        [first, end, i, bases[i] + first - begin]
+        for i, (begin, end) in enumerate(pairwise(cu_seqlens))
+        for first in range(begin, end, rows)
+    ]
+    pointers, strides, constants = _planes(arena, layout, layer)
+    return (
+        Launch(
+            kernel=attend_prefill,
+            grid=(len(blocks), heads, 1),
+            arguments={
+                "q_ptr": q,
+                **pointers,
+                "o_ptr": o,
+                "lse_ptr": lse,
+                "tables_ptr": block_tables,
+                "blocks_ptr": index_tensor(blocks, q, columns=4),
+                "stride_token": q.stride(0),
+                "stride_head": q.stride(1),
+                "stride_table": block_tables.stride(0),
+                **strides,
+                "scale": float(dim) ** -0.5,
+            },
+            constants={
+                "H": heads,
+                "GROUPS": heads // layout.num_kv_heads,
+                "D": dim,
+                "BM": rows,
+                "BLOCK": BLOCK_TOKENS,
+                "DOT": dot_dtype(q.dtype),
+                "PRECISION": dot_precision(q.dtype),
+                **constants,
+            },
+            num_warps=8,
+        ),
+    )
+
+
+def plan_decode(
+    *,
+    q: Tensor,
+    arena: Tensor,
+    layout: PageLayout,
+    layer: int,
+    block_tables: Tensor,
+    lengths: Tensor,
+    o: Tensor,
+    lse: Tensor,
+) -> tuple[Launch, ...]:
+    lanes, heads, dim = q.shape
+    splits = max(1, -(-block_tables.shape[1] // _PAGES_PER_SPLIT))
+    parts = torch.empty(splits, lanes, heads, dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(splits, lanes, heads, dtype=torch.float32, device=q.device)
+    pointers, strides, constants = _planes(arena, layout, layer)
+    groups = heads // layout.num_kv_heads
+    attend = Launch(
+        kernel=attend_decode,
+        grid=(lanes, layout.num_kv_heads, splits),
+        arguments={
+            "q_ptr": q,
+            **pointers,
+            "o_ptr": parts,
+            "lse_ptr": sums,
+            "tables_ptr": block_tables,
+            "lengths_ptr": lengths,
+            "stride_token": q.stride(0),
+            "stride_head": q.stride(1),
+            "stride_table": block_tables.stride(0),
+            **strides,
+            "scale": float(dim) ** -0.5,
+            "num_lanes": lanes,
+        },
+        constants={
+            "H": heads,
+            "GROUPS": groups,
+            "D": dim,
+            "BM": power_of_2(groups, least=16),
+            "BLOCK": BLOCK_TOKENS,
+            "PAGES": _PAGES_PER_SPLIT,
+            "DOT": dot_dtype(q.dtype),
+            "PRECISION": dot_precision(q.dtype),
+            **constants,
+        },
+        num_warps=4,
+    )
+    keys = _PAGES_PER_SPLIT * BLOCK_TOKENS
+    return attend, *plan_merge(parts=parts, sums=sums, lengths=lengths, o=o, lse=lse, keys=keys)
+
+
+def plan_merge(
+    *, parts: Tensor, sums: Tensor, lengths: Tensor | None, o: Tensor, lse: Tensor, keys: int
+) -> tuple[Launch, ...]:
+    """parts [P, T, H, D] and sums [P, T, H], all contiguous; with keys > 0 a token's lengths say how many
+    count."""
+    num_parts, tokens, heads, dim = parts.shape
+    return (
+        Launch(
+            kernel=merge_states,
+            grid=(tokens, heads, 1),
+            arguments={
+                "o_ptr": parts,
+                "lse_ptr": sums,
+                "lengths_ptr": sums if lengths is None else lengths,
+                "out_ptr": o,
+                "out_lse_ptr": lse,
+                "num_tokens": tokens,
+                "parts": num_parts,
+            },
+            constants={"H": heads, "D": dim, "BD": power_of_2(dim), "KEYS": keys},
+            num_warps=2,
+        ),
+    )
+
+
+def _outputs(q: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    usable = lse is not None and lse.is_contiguous()
+    return o, lse if lse is not None and usable else torch.empty(q.shape[:2], device=q.device)
+
+
+def prefill(
+    *,
+    q: Tensor,
+    arena: Tensor,
+    layout: PageLayout,
+    layer: int,
+    block_tables: Tensor,
+    cu_seqlens: Sequence[int],
+    bases: Sequence[int],
+    lse: Tensor | None,
+) -> Tensor:
+    o, sums = _outputs(q, lse)
+    run(
+        plan_prefill(
+            q=q,
+            arena=arena,
+            layout=layout,
+            layer=layer,
+            block_tables=block_tables.contiguous(),
+            cu_seqlens=cu_seqlens,
+            bases=bases,
+            o=o,
+            lse=sums,
+        )
+    )
+    if lse is not None and sums is not lse:
+        lse.copy_(sums)
+    return o
+
+
+def decode(
+    *,
+    q: Tensor,
+    arena: Tensor,
+    layout: PageLayout,
+    layer: int,
+    block_tables: Tensor,
+    lengths: Tensor,
+    lse: Tensor | None,
+) -> Tensor:
+    o, sums = _outputs(q, lse)
+    run(
+        plan_decode(
+            q=q,
+            arena=arena,
+            layout=layout,
+            layer=layer,
+            block_tables=block_tables.contiguous(),
+            lengths=lengths.contiguous(),
+            o=o,
+            lse=sums,
+        )
+    )
+    if lse is not None and sums is not lse:
+        lse.copy_(sums)
+    return o
+
+
+def merge(*, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    out = torch.empty(o.shape[1:], dtype=o.dtype, device=o.device)
+    sums = torch.empty(lse.shape[1:], dtype=torch.float32, device=o.device)
+    run(plan_merge(parts=o.contiguous(), sums=lse.contiguous(), lengths=None, o=out, lse=sums, keys=0))
+    return out, sums

@@ -1,0 +1,217 @@
+"""Launches of the gated delta rule."""
+
+import torch
+from torch import Tensor
+
+from qwen35_kernels.layout import BLOCK_TOKENS
+from qwen35_kernels.sequences import SequencePlan
+from qwen35_kernels.triton.delta_kernels import delta_prepare, delta_scan, delta_step
+from qwen35_kernels.triton.launch import Launch, dot_dtype, dot_precision, index_tensor, power_of_2, run
+
+__all__ = ["plan_prefill", "plan_step", "prefill", "step"]
+
+_EPS = 1e-6
+# Columns of the state a program keeps in registers: at K = 128 wider slices spill (docs/kernels.md).
+_BV = 32
+
+
+def _tables(plans: tuple[SequencePlan, ...]) -> tuple[list[list[int]], list[list[int]], list[int], list[list[int]]]:
+    """Tiles (first token, rows from, rows to), sequences (tiles from, to, slot, has state), taps by tile."""
+    tiles: list[list[int]] = []
+    sequences: list[list[int]] = []
+    offsets, taps = [0], []
+    for plan in plans:
+        begin = len(tiles)
+        phase = plan.base % BLOCK_TOKENS
+        count = -(-(phase + plan.num_tokens) // BLOCK_TOKENS) if plan.num_tokens else 0
+        for i in range(count):
+            first = i * BLOCK_TOKENS - phase
+            low, high = max(-first, 0), min(plan.num_tokens - first, BLOCK_TOKENS)
+            tiles.append([plan.begin + first, low, high])
+            taps += [[length - 1 - first, slot] for length, slot in plan.taps if first < length <= first + BLOCK_TOKENS]
+            offsets.append(len(taps))
+        sequences.append([begin, len(tiles), plan.slot, int(plan.has_state)])
+    return tiles, sequences, offsets, taps
+
+
+def plan_prefill(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    o: Tensor,
+    plans: tuple[SequencePlan, ...],
+) -> tuple[Launch, ...]:
+    """Inputs are checked, q, k, v dense in their last two axes."""
+    tiles, sequences, offsets, taps = _tables(plans)
+    heads, value_dim = v.shape[1:]
+    key_dim = q.shape[2]
+    dtype = q.dtype
+    device = q.device
+
+    def scratch(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=kind, device=device)
+
+    squares = [scratch(len(tiles), heads, BLOCK_TOKENS, BLOCK_TOKENS, kind=dtype) for _ in range(2)]
+    rows = [scratch(len(tiles), heads, BLOCK_TOKENS) for _ in range(3)]
+    shared = {"t_ptr": squares[0], "p_ptr": squares[1], "c_ptr": rows[0], "rq_ptr": rows[1], "rk_ptr": rows[2]}
+    tiles_ptr = index_tensor(tiles, q, columns=3)
+    constants = {
+        "HV": heads,
+        "K": key_dim,
+        "BK": power_of_2(key_dim, least=16),
+        "GROUPS": heads // q.shape[1],
+        "BT": BLOCK_TOKENS,
+        "DOT": dot_dtype(dtype),
+        "PRECISION": dot_precision(dtype),
+    }
+    strides = {"stride_q": q.stride(0), "stride_k": k.stride(0)}
+    prepare = Launch(
+        kernel=delta_prepare,
+        grid=(len(tiles), heads, 1),
+        arguments={
+            "q_ptr": q,
+            "k_ptr": k,
+            "g_ptr": g,
+            "beta_ptr": beta,
+            "tiles_ptr": tiles_ptr,
+            **shared,
+            **strides,
+            "stride_g": g.stride(0),
+            "stride_beta": beta.stride(0),
+            "scale": float(key_dim) ** -0.5,
+            "eps": _EPS,
+        },
+        constants=constants,
+        num_warps=8,
+    )
+    block_v = min(_BV, power_of_2(value_dim, least=16))
+    scan = Launch(
+        kernel=delta_scan,
+        grid=(-(-value_dim // block_v), heads, len(plans)),
+        arguments={
+            "q_ptr": q,
+            "k_ptr": k,
+            "v_ptr": v,
+            "beta_ptr": beta,
+            "o_ptr": o,
+            "state_ptr": state,
+            **shared,
+            "tiles_ptr": tiles_ptr,
+            "sequences_ptr": index_tensor(sequences, q, columns=4),
+            "tile_taps_ptr": index_tensor(offsets, q),
+            # One row more than there are taps: the tile's end reads it under a mask.
+            "taps_ptr": index_tensor([*taps, [0, 0]], q, columns=2),
+            **strides,
+            "stride_v": v.stride(0),
+            "stride_beta": beta.stride(0),
+            "stride_state": state.stride(0),
+        },
+        constants={**constants, "V": value_dim, "BV": block_v},
+        num_warps=4 if dtype == torch.bfloat16 else 8,
+    )
+    return prepare, scan
+
+
+def plan_step(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    o: Tensor,
+) -> tuple[Launch, ...]:
+    lanes, heads, value_dim = v.shape
+    key_dim = q.shape[2]
+    block_v = min(_BV, power_of_2(value_dim, least=16))
+    return (
+        Launch(
+            kernel=delta_step,
+            grid=(-(-value_dim // block_v), heads, lanes),
+            arguments={
+                "q_ptr": q,
+                "k_ptr": k,
+                "v_ptr": v,
+                "g_ptr": g,
+                "beta_ptr": beta,
+                "o_ptr": o,
+                "state_ptr": state,
+                "slots_ptr": slots,
+                "stride_q": q.stride(0),
+                "stride_k": k.stride(0),
+                "stride_v": v.stride(0),
+                "stride_g": g.stride(0),
+                "stride_beta": beta.stride(0),
+                "stride_state": state.stride(0),
+                "scale": float(key_dim) ** -0.5,
+                "eps": _EPS,
+            },
+            constants={
+                "HV": heads,
+                "K": key_dim,
+                "V": value_dim,
+                "BK": power_of_2(key_dim, least=16),
+                "BV": block_v,
+                "GROUPS": heads // q.shape[1],
+            },
+            num_warps=4,
+        ),
+    )
+
+
+def _dense_heads(x: Tensor) -> Tensor:
+    """x with its last two axes dense: heads of one token lie side by side."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _dense_row(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def prefill(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    plans: tuple[SequencePlan, ...],
+) -> Tensor:
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    run(
+        plan_prefill(
+            q=_dense_heads(q),
+            k=_dense_heads(k),
+            v=_dense_heads(v),
+            g=_dense_row(g),
+            beta=_dense_row(beta),
+            state=state,
+            o=o,
+            plans=plans,
+        )
+    )
+    return o
+
+
+def step(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, slots: Tensor) -> Tensor:
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    run(
+        plan_step(
+            q=_dense_heads(q),
+            k=_dense_heads(k),
+            v=_dense_heads(v),
+            g=_dense_row(g),
+            beta=_dense_row(beta),
+            state=state,
+            slots=slots,
+            o=o,
+        )
+    )
+    return o
