@@ -67,7 +67,7 @@ def test_runs_cover_every_pair_once_in_order_with_the_fewest_runs(pairs, slabs_p
 
 def test_consecutive_pages_and_slabs_are_one_run_a_chunk():
     pairs = [(100 + i, i) for i in range(20)]
-    assert plan(pairs) == (
+    assert tuple(plan(pairs)) == (
         Run(100, 1, 0, 0, 1, 7),
         Run(107, 1, 1, 0, 1, 7),
         Run(114, 1, 2, 0, 1, 6),
@@ -84,11 +84,12 @@ def test_a_pitch_above_the_engine_s_maximum_is_split():
 
 
 def test_single_records_have_strides_of_one():
-    assert plan([(5, 9), (5, 9)]) == (Run(5, 1, 1, 2, 1, 1), Run(5, 1, 1, 2, 1, 1))
+    assert tuple(plan([(5, 9), (5, 9)])) == (Run(5, 1, 1, 2, 1, 1), Run(5, 1, 1, 2, 1, 1))
 
 
 def test_nothing_is_no_run():
-    assert plan([]) == ()
+    assert tuple(plan([])) == ()
+    assert len(plan([])) == 0
 
 
 @pytest.mark.parametrize(
@@ -108,12 +109,16 @@ def test_results_are_runs():
     (run,) = plan([(3, 3)])
     assert type(run) is Run
     assert run.num_records == 1
+    runs = plan([(3, 3), (1, 1), (2, 2)])
+    assert runs[1] == Run(1, 1, 0, 1, 1, 2)
+    assert runs[0:1] == (run,)
+    assert list(runs.columns()) == [tuple(run) for run in runs]
 
 
 def test_a_pool_plans_by_handle_and_refuses_stale_ones():
     with small_pool(8, slabs_per_chunk=4) as pool:
         handles = pool.acquire(6)
-        assert pool.plan_runs([0, 1, 2, 3, 4, 5], handles, record_bytes=4096) == (
+        assert tuple(pool.plan_runs([0, 1, 2, 3, 4, 5], handles, record_bytes=4096)) == (
             Run(0, 1, 0, 0, 1, 4),
             Run(4, 1, 1, 0, 1, 2),
         )

@@ -46,7 +46,7 @@ from slab_pool.image_file import ImageFile, ImageTransfer, save_image, temporary
 from slab_pool.opening import open_copy_stream
 from slab_pool.pool import SlabPool
 from slab_pool.records import Part, RecordLayout, SlabLayout, Span, pack_slab, record_spans
-from slab_pool.runs import Run, plan_runs
+from slab_pool.runs import Run, Runs, plan_runs
 from slab_pool.statistics import CopyStatistics, DirectionStatistics, PoolStatistics
 from slab_pool.streams import CALLING_THREAD, CallingThread, CopyStream
 from slab_pool.tickets import CopyResult, PartEvent, Ticket
@@ -81,6 +81,7 @@ __all__ = [
     "RecordCopy",
     "RecordLayout",
     "Run",
+    "Runs",
     "SlabLayout",
     "SlabPool",
     "SlabPoolError",

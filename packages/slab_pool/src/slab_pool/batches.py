@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slab_pool.pool import SlabPool
 from slab_pool.records import record_spans
-from slab_pool.runs import Run
+from slab_pool.runs import Runs
 
 
 class Direction(enum.Enum):
@@ -89,7 +89,7 @@ class CopyBatch:
 
 
 def record_copies(
-    pool: SlabPool, arena: Tensor, runs: Sequence[Run], begin: int, end: int, *, slab_begin: int = 0
+    pool: SlabPool, arena: Tensor, runs: Runs, begin: int, end: int, *, slab_begin: int = 0
 ) -> list[Copy]:
     """Bytes `[begin, end)` of every record of `runs`, one copy a run.
 
@@ -106,7 +106,7 @@ def record_copies(
     slab_bytes = pool.slab_bytes
     width = end - begin
     copies = []
-    for record, record_stride, chunk, row, row_stride, count in runs:
+    for record, record_stride, chunk, row, row_stride, count in runs.columns():
         if record + (count - 1) * record_stride >= num_records:
             raise ValueError(
                 f"record_copies: records must be below {num_records}, got {record + (count - 1) * record_stride}"

@@ -25,7 +25,7 @@ from slab_pool.memory import (
     host_memory_limit,
 )
 from slab_pool.preparation import ChunkPreparation
-from slab_pool.runs import Run, plan_runs
+from slab_pool.runs import Runs, plan_runs
 from slab_pool.statistics import PoolStatistics
 
 MAX_CHUNK_BYTES = 4 << 30
@@ -171,6 +171,14 @@ class SlabPool:
     def release(self, handles: Iterable[int]) -> None:
         """Give slabs back: all of them, or `StaleSlab` and none. Each handle is dead from here on."""
         handles = list(handles)
+        if len(handles) == 1 and not self._closed:  # the most frequent call by far, when it is a good one
+            (handle,) = handles
+            slab = handle >> _GENERATION_BITS
+            if 0 <= slab < self.num_slabs and self._current[slab] == handle:
+                self._current[slab] = ~(slab << _GENERATION_BITS | (handle + 1) & _GENERATION_MASK)
+                heappush(self._free, slab)
+                self._num_released += 1
+                return
         slabs = self._slab_numbers("release", handles)
         if len(slabs) > 1 and len(set(slabs)) != len(slabs):
             raise StaleSlab(f"release: the same slab twice in one call, got {handles!r}")
@@ -233,7 +241,7 @@ class SlabPool:
 
     def plan_runs(
         self, records: Sequence[int], handles: Sequence[int], *, record_bytes: int, max_pitch_bytes: int = 2**31 - 1
-    ) -> tuple[Run, ...]:
+    ) -> Runs:
         """`runs.plan_runs` for slabs of this pool, given by handle. `record_bytes` is the arena's record."""
         return plan_runs(
             records,
