@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -98,22 +97,16 @@ def _write_slabs(
     cancelled: Callable[[], bool] | None,
 ) -> list[bytes]:
     digest = SlabDigest(pool.slab_bytes)
-    # Digests are computed beside the writing: both let go of the interpreter's lock.
-    with ThreadPoolExecutor(1, thread_name_prefix="slab-pool-sum") as summing:
-        digests: list[Future[bytes]] = []
-        try:
-            for index, handle in enumerate(handles):
-                _check_cancelled(cancelled, f"save_image: at slab {index} of {len(handles)}")
-                if progress is not None:
-                    progress(index, len(handles))
-                digests.append(summing.submit(digest, pool.tensor(handle)))
-                _write_all(write, descriptor, pool.memory(handle))
-            if progress is not None:
-                progress(len(handles), len(handles))
-            return [future.result() for future in digests]
-        except BaseException:
-            summing.shutdown(cancel_futures=True)
-            raise
+    digests = []
+    for index, handle in enumerate(handles):
+        _check_cancelled(cancelled, f"save_image: at slab {index} of {len(handles)}")
+        if progress is not None:
+            progress(index, len(handles))
+        digests.append(digest(pool.tensor(handle)))
+        _write_all(write, descriptor, pool.memory(handle))
+    if progress is not None:
+        progress(len(handles), len(handles))
+    return digests
 
 
 def _write_all(write: WriteFunction, descriptor: int, data: memoryview) -> None:
@@ -228,27 +221,17 @@ class ImageFile:
         cancelled: Callable[[], bool] | None,
     ) -> None:
         if hasattr(os, "posix_fadvise"):
+            # The system reads ahead while a slab is digested, which is why no thread is needed for that.
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         digest = SlabDigest(pool.slab_bytes)
-        # The `with` waits for the digest that is running: no thread reads a slab that was released.
-        with ThreadPoolExecutor(1, thread_name_prefix="slab-pool-sum") as summing:
-            digests: list[Future[bytes]] = []
-            try:
-                for index, (handle, ordinal) in enumerate(zip(handles, wanted, strict=True)):
-                    _check_cancelled(cancelled, f"load {self.path}: at slab {index} of {len(wanted)}")
-                    if progress is not None:
-                        progress(index, len(wanted))
-                    offset = self._header.slabs_begin + ordinal * self.slab_bytes
-                    self._read_into(offset, pool.memory(handle), f"slab {ordinal}")
-                    digests.append(summing.submit(digest, pool.tensor(handle)))
-                for future, ordinal in zip(digests, wanted, strict=True):
-                    if future.result() != self._digests[ordinal]:
-                        raise ImageDamaged(
-                            f"{self.path}: slab {ordinal}: digest must be {self._digests[ordinal].hex()}"
-                        )
-            except BaseException:
-                summing.shutdown(cancel_futures=True)
-                raise
+        for index, (handle, ordinal) in enumerate(zip(handles, wanted, strict=True)):
+            _check_cancelled(cancelled, f"load {self.path}: at slab {index} of {len(wanted)}")
+            if progress is not None:
+                progress(index, len(wanted))
+            offset = self._header.slabs_begin + ordinal * self.slab_bytes
+            self._read_into(offset, pool.memory(handle), f"slab {ordinal}")
+            if digest(pool.tensor(handle)) != self._digests[ordinal]:
+                raise ImageDamaged(f"{self.path}: slab {ordinal}: digest must be {self._digests[ordinal].hex()}")
         if progress is not None:
             progress(len(wanted), len(wanted))
 
