@@ -317,9 +317,10 @@ class NaiveIndex:
         tail_pages: tuple[int, ...],
         kind: SnapshotKind,
     ) -> tuple[NaiveSnapshot, bool]:
+        if not lease.activated:
+            self.activate(lease)
         path = lease.path[: self.depth(frontier)]
         extra = extra_at(lease.pairs, frontier) if tail else 0
-        self.supersede(lease, frontier, kind)
         created = True
         for snapshot in self.anchored(lease.namespace, path):
             if (snapshot.tail, snapshot.extra) == (tail, extra):
@@ -343,6 +344,7 @@ class NaiveIndex:
             snapshot.tick = self.tick()
             snapshot.hit_tick = self.tick()
             self.snapshots.append(snapshot)
+        self.supersede(lease, frontier, kind)
         if snapshot not in lease.chain:
             lease.chain.append(snapshot)
         lease.published = max(lease.published, frontier)

@@ -32,7 +32,7 @@ from prefix_index.prompt import Prompt, xxh3_block_hash
 from prefix_index.stats import Stats
 from prefix_index.tables import BlockRow, HostRestorePlan, HostTables, SnapshotRow, plan_host_restore
 from prefix_index.taps import Tap, TapHints, TapLimits, TapSource, plan_taps
-from prefix_index.values import Extension, Freed, Pool, Reason, SnapshotKind, Tier
+from prefix_index.values import Extension, Freed, Pool, Reason, SnapshotCopies, SnapshotKind, Tier
 
 __all__ = [
     "ROOT",
@@ -65,6 +65,7 @@ __all__ = [
     "Readiness",
     "Reason",
     "Sibling",
+    "SnapshotCopies",
     "SnapshotDropped",
     "SnapshotHandle",
     "SnapshotKind",

@@ -48,6 +48,10 @@ def check(core: Core) -> None:
         for edge in (root, *edges):
             facts.snapshots(edge)
     facts.totals()
+    core.worth.flush()
+    for root in core.tree.roots.values():
+        for edge in (root, *edges_of(root)):
+            facts.owners(edge)
     facts.orders()
 
 
@@ -62,7 +66,7 @@ class _Facts:
         self.slots: set[int] = set()
         self.slabs: set[int] = set()
         self.leaves: list[tuple[int, int]] = []
-        self.owners: list[tuple[tuple[float, ...], int]] = []
+        self.slot_owners: list[tuple[tuple[float, ...], int]] = []
         self.dead: list[tuple[int, int]] = []
         self.superseded: list[tuple[int, int]] = []
         self.retained: list[tuple[float, int, int]] = []
@@ -177,13 +181,6 @@ class _Facts:
             require(snapshot.pins >= 0, "pins must not be negative", snapshot.pins)
             if snapshot.slot is not None:
                 self.claim(self.slots, snapshot.slot, "slot")
-                if not snapshot.pins:
-                    self.owners.append((_slot_key(core, snapshot), id(snapshot)))
-            if hosted and not snapshot.pins:
-                if snapshot.superseded:
-                    self.superseded.append((snapshot.superseded, id(snapshot)))
-                else:
-                    self.retained.append((snapshot.value, snapshot.hit_tick, id(snapshot)))
             if snapshot.slabs is not None:
                 for slab in snapshot.slabs:
                     self.claim(self.slabs, slab, "slab")
@@ -200,6 +197,18 @@ class _Facts:
                 else:
                     self.leaves.append((snapshot.tick + (0 if hosted else UNBACKED), id(snapshot)))
             self.lineage(snapshot)
+
+    def owners(self, edge: Edge) -> None:
+        """Who may lose a slot or a Host copy, under the values just derived."""
+        for snapshot in edge.snaps:
+            if snapshot.pins:
+                continue
+            if snapshot.slot is not None:
+                self.slot_owners.append((_slot_key(snapshot), id(snapshot)))
+            if snapshot.where & HOST and snapshot.superseded:
+                self.superseded.append((snapshot.superseded, id(snapshot)))
+            elif snapshot.where & HOST:
+                self.retained.append((snapshot.value, snapshot.hit_tick, id(snapshot)))
 
     def lineage(self, snapshot: Snapshot) -> None:
         if snapshot.superseded:
@@ -236,7 +245,7 @@ class _Facts:
     def orders(self) -> None:
         expected = [identity for _, identity in sorted(self.leaves)]
         require([id(item) for item in self.core.device.in_order()] == expected, "the device order", len(expected))
-        expected = [identity for _, identity in sorted(self.owners)]
+        expected = [identity for _, identity in sorted(self.slot_owners)]
         require([id(item) for item in self.core.slots.in_order()] == expected, "the slot order", len(expected))
         dead, superseded, retained = self.core.host.in_order()
         for what, items, entries in (
@@ -249,7 +258,7 @@ class _Facts:
             )
 
 
-def _slot_key(core: Core, snapshot: Snapshot) -> tuple[float, ...]:
+def _slot_key(snapshot: Snapshot) -> tuple[float, ...]:
     if snapshot.superseded:
         return 0, snapshot.superseded
     if snapshot.where & HOST:

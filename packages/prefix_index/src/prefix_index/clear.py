@@ -8,7 +8,7 @@ from prefix_index.nodes import Edge, Root
 
 def clear_namespace(core: Core, root: Root, given: Given) -> None:
     """Give up everything below `root`, deepest first. The caller has made sure that nothing is pinned. No recursion."""
-    core.feed.muted = True
+    core.feed.mute(True)
     edges: list[Edge] = [root]
     for edge in edges:
         child = edge.first
@@ -35,5 +35,5 @@ def clear_namespace(core: Core, root: Root, given: Given) -> None:
         core.tree.truncate(edge, 0)
         core.forget(edge)
     core.tree.forget_if_empty(root)
-    core.feed.muted = False
+    core.feed.mute(False)
     core.feed.cleared(root)

@@ -60,6 +60,7 @@ class Core:
         "device",
         "device_blocks",
         "device_tails",
+        "duplicate",
         "epoch",
         "feed",
         "geometry",
@@ -67,9 +68,11 @@ class Core:
         "host",
         "host_blocks",
         "inflation",
+        "inserted",
         "num_snapshots",
         "pinned_blocks",
         "pinned_tails",
+        "reattached",
         "serial",
         "slots",
         "tickets",
@@ -92,6 +95,7 @@ class Core:
         self.epoch = 0  # moves when something a match can name is lost or renumbered
         self.serial = 0
         self.hits = self.tokens_resumed = 0  # counted, never read by a rule
+        self.inserted = self.reattached = self.duplicate = 0
         self.inflation = 0.0  # L of GreedyDual-Size-Frequency
         self.device_blocks = self.device_tails = self.host_blocks = self.num_snapshots = 0
         self.tickets: dict[Ticket, None] = {}  # fills in flight, oldest first
@@ -162,11 +166,22 @@ class Core:
             hold.depth = depth
             self.pinned_blocks += pinned_device_blocks(edge) - before
             return hold
-        moved = Hold(edge, depth)
-        self.pin(moved)
         left = hold.edge
         assert left is not None
         assert left.holds is not None
+        if edge.parent is left and not edge.pins and hold.depth == left.end:  # the usual step, into a new child
+            if len(left.holds) == 1:
+                left.holds = None
+            else:
+                left.holds.remove(hold)
+            edge.holds = [hold]
+            edge.pins = 1
+            hold.edge = edge
+            hold.depth = depth
+            self.pinned_blocks += min(depth - edge.start, edge.dev)
+            return hold
+        moved = Hold(edge, depth)
+        self.pin(moved)
         left.pins -= 1  # the child on the way to `edge` holds it now
         if len(left.holds) == 1:
             left.holds = None

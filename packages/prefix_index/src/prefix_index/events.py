@@ -90,6 +90,7 @@ class Subscription:
         """Hear no more. Closing twice is fine."""
         if self in self._feed.subscriptions:
             self._feed.subscriptions.remove(self)
+            self._feed.mute(False)
 
     def deliver(self, event: Event) -> None:
         self._listener(event)
@@ -98,17 +99,23 @@ class Subscription:
 class Feed:
     """Numbers events and hands them to whoever listens. Costs one test per operation while nobody does."""
 
-    __slots__ = ("_core", "muted", "sequence", "subscriptions")
+    __slots__ = ("_core", "sequence", "silent", "subscriptions")
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self.sequence = 0
         self.subscriptions: list[Subscription] = []
-        self.muted = False  # a namespace is being cleared: one event stands for all
+        self.silent = True
 
-    @property
-    def silent(self) -> bool:
-        return not self.subscriptions or self.muted
+    def add(self, listener: Listener) -> Subscription:
+        subscription = Subscription(self, listener)
+        self.subscriptions.append(subscription)
+        self.silent = False
+        return subscription
+
+    def mute(self, muted: bool) -> None:
+        """Say nothing while a namespace is cleared: one event stands for all."""
+        self.silent = muted or not self.subscriptions
 
     def _tell(self, make: Callable[[int], Event]) -> None:
         self.sequence += 1

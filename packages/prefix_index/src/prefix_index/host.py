@@ -127,7 +127,7 @@ class HostOrder:
         snapshot.slabs = None
         snapshot.where &= ~HOST
         core.epoch += 1
-        core.slots.offer(snapshot)
+        core.worth.offer(snapshot)
         core.device.offer_tail(snapshot)
 
     def in_order(self) -> tuple[list[Edge], list[Snapshot], list[Snapshot]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ from prefix_index.slots import SlotOrder
 from prefix_index.stats import Counters, Stats, gather
 from prefix_index.tables import HostTables, export
 from prefix_index.tree import Tree
-from prefix_index.values import Extension, Freed, Pages, Pool, SnapshotKind, Tier, page_array
+from prefix_index.values import Extension, Freed, Pages, Pool, SnapshotCopies, SnapshotKind, Tier, page_array
 from prefix_index.worth import Worth
 
 
@@ -266,10 +267,6 @@ class PrefixIndex:
         if not core.feed.silent:
             for first, end in sorted((*done.inserted, *done.reattached)):
                 self._tell_stored(lease, first, end)
-        counts = self._counts
-        counts.inserted += sum(end - first for first, end in done.inserted)
-        counts.reattached += sum(end - first for first, end in done.reattached)
-        counts.duplicate += sum(end - first for first, end in done.duplicate)
         return done
 
     def _tell_stored(self, lease: Lease, first: int, end: int) -> None:
@@ -403,6 +400,32 @@ class PrefixIndex:
         assert lease._hold.edge is not None
         return min(held(lease._hold.edge, tier), lease._hold.depth)
 
+    def handles(self, lease: Lease, tier: Tier, first: int, end: int) -> tuple[Pages, ...]:
+        """The handles of blocks [first, end) of the lease's path in `tier`, filling ones included. O(edges + blocks).
+
+        Raises InvalidArgument unless the tier holds all of them."""
+        self._open("handles", lease)
+        if not 0 <= first <= end <= (there := self.held(lease, tier)):
+            raise InvalidArgument(
+                f"handles: blocks must lie in the {there} held on the {tier.value}, got [{first}, {end})"
+            )
+        edge = lease._hold.edge
+        assert edge is not None
+        pools = self._geometry.num_pools if tier is Tier.DEVICE else 1
+        joined: array[int] = array("q")
+        for part in path_of(edge):
+            held = part.pages if tier is Tier.DEVICE else part.slabs
+            if held is not None and part.end > first and part.start < end:
+                joined += held[max(0, first - part.start) * pools : (end - part.start) * pools]
+        if pools == 1:
+            return tuple(joined)
+        return tuple(tuple(joined[i : i + pools]) for i in range(0, len(joined), pools))
+
+    def copies(self, snapshot: SnapshotHandle) -> SnapshotCopies:
+        """Where a snapshot's image and tail lie now, filling copies included."""
+        record = self._record("copies", snapshot)
+        return SnapshotCopies(record.slot, record.tail_pages or (), record.slabs or ())
+
     def value(self, snapshot: SnapshotHandle) -> float:
         """H of a retained snapshot: the claim for a Host copy of it. -inf for a superseded one."""
         record = self._record("value", snapshot)
@@ -505,9 +528,7 @@ class PrefixIndex:
         """Hear of every block stored or removed per tier, snapshot published or dropped, namespace cleared.
 
         Told inside the causing call, in order, with rising sequence numbers; late joiners begin with `state_events`."""
-        subscription = Subscription(self._core.feed, listener)
-        self._core.feed.subscriptions.append(subscription)
-        return subscription
+        return self._core.feed.add(listener)
 
     def state_events(self) -> tuple[Event, ...]:
         """What is there now as the events that lead to it, parents first. O(tree)."""

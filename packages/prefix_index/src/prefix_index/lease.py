@@ -111,9 +111,7 @@ class Lease:
             if part.end >= self._resume_depth:
                 break
         del joined[self._resume_depth * pools :]
-        if pools == 1:
-            return (tuple(joined),)
-        return tuple(tuple(joined[pool::pools]) for pool in range(pools))
+        return tuple(tuple(joined[pool::pools].tolist()) for pool in range(pools))
 
     def __repr__(self) -> str:
         state = f"depth={self.depth}" if self.open else "released"

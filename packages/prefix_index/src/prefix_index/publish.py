@@ -27,12 +27,12 @@ def publish(
     if not lease._activated:
         activate(core, lease)
     extra = lease._prompt._extras.at(frontier) if tail else 0
-    supersede_below(core, lease, frontier, kind)
     if depth == edge.end:
         for other in edge.snaps:
             if other.tail == tail and other.extra == extra:
                 if kind is SnapshotKind.BOUNDARY:
                     other.set_kind(kind)
+                supersede_below(core, lease, frontier, kind)
                 core.worth.refresh(other, hit=False)
                 join(lease, other, kind)
                 return other, False
@@ -51,7 +51,8 @@ def publish(
         core.device_tails += 1
         core.device.offer_tail(snapshot)
     core.worth.attach(snapshot)
-    core.slots.offer(snapshot)
+    # After the new one hangs there: what it takes over from its predecessors is then next to it.
+    supersede_below(core, lease, frontier, kind)
     join(lease, snapshot, kind)
     return snapshot, True
 

@@ -39,7 +39,7 @@ class SlotOrder:
         worth = core.worth
         victim = self._superseded.peek()
         if victim is None:
-            worth.flush()
+            worth.flush()  # queues every retained owner under its present worth
             victim = self._lone.peek()
             if victim is not None and victim.value <= claim:
                 core.inflation = max(core.inflation, victim.value)

@@ -11,9 +11,6 @@ from prefix_index.core import Core
 class Counters:
     """What the verbs count as they run; evictions and losses are counted where they happen."""
 
-    inserted: int = 0
-    reattached: int = 0
-    duplicate: int = 0
     published: int = 0
     duplicates: int = 0
     device_evictions: int = 0
@@ -61,9 +58,9 @@ def gather(core: Core, counts: Counters) -> Stats:
         evictable_device_pages=core.device_blocks + core.device_tails - core.pinned_blocks - core.pinned_tails,
         host_blocks=core.host_blocks,
         inflation=core.inflation,
-        blocks_inserted=counts.inserted,
-        blocks_reattached=counts.reattached,
-        blocks_duplicate=counts.duplicate,
+        blocks_inserted=core.inserted,
+        blocks_reattached=core.reattached,
+        blocks_duplicate=core.duplicate,
         snapshots_published=counts.published,
         snapshots_duplicate=counts.duplicates,
         snapshots_superseded=core.worth.superseded,

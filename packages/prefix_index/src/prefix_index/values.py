@@ -60,6 +60,16 @@ class Extension:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotCopies:
+    """Where a snapshot lies: the slot of its image, the pages of its tail (one per pool), and on the Host the slabs of
+    the image in their order, the tail's last. None and empty for what a tier does not have."""
+
+    slot: int | None
+    tail_pages: tuple[int, ...]
+    slabs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Freed:
     """Handles the index gave up, each kind in the order in which it did. They belong to the caller again."""
 

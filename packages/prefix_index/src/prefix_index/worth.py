@@ -28,7 +28,7 @@ class Worth:
 
     @property
     def pending(self) -> dict[Snapshot, None]:
-        """Snapshots whose value the next `flush` will derive."""
+        """Retained snapshots that the next `flush` will value and queue."""
         return self._dirty
 
     # ------------------------------------------------------------------ life of a snapshot
@@ -70,7 +70,6 @@ class Worth:
             snapshot.superseded = 0
             self._retain(snapshot)
         self._dirty[snapshot] = None
-        self.offer(snapshot)
 
     def drop(self, snapshot: Snapshot, given: Given) -> None:
         """Remove a snapshot and give up every copy it has. O(exclusive edges + dependents)."""
@@ -82,7 +81,8 @@ class Worth:
         if not snapshot.superseded:
             self._unretain(snapshot)
         self._dirty.pop(snapshot, None)
-        edge.snaps = tuple(other for other in edge.snaps if other is not snapshot)
+        snaps = edge.snaps
+        edge.snaps = tuple(other for other in snaps if other is not snapshot) if len(snaps) > 1 else ()
         edge.lost = 1
         at: Edge | None = edge
         while at is not None:
@@ -96,8 +96,9 @@ class Worth:
             given.slabs.extend(snapshot.slabs)
         if snapshot.tail_pages is not None:
             core.device.release_tail(snapshot, given)
-        for entry in (snapshot.slot_queued, snapshot.host_queued, snapshot.tail_queued):
-            kill(entry)
+        kill(snapshot.slot_queued)
+        kill(snapshot.host_queued)
+        kill(snapshot.tail_queued)
         if snapshot.companion is not None:
             snapshot.companion.successor = None
         if snapshot.successor is not None:
@@ -121,7 +122,13 @@ class Worth:
         self._core.epoch += 1
 
     def offer(self, snapshot: Snapshot) -> None:
-        """Queue a snapshot wherever it may be a victim."""
+        """Have a snapshot queued wherever it may be a victim: a retained one when the next `flush` knows its worth."""
+        if not snapshot.superseded:
+            self._dirty[snapshot] = None
+        else:
+            self._queue(snapshot)
+
+    def _queue(self, snapshot: Snapshot) -> None:
         self._core.slots.offer(snapshot)
         if snapshot.where & HOST:
             self._core.host.offer_snapshot(snapshot)
@@ -197,11 +204,11 @@ class Worth:
     # ------------------------------------------------------------------ values
 
     def flush(self) -> None:
-        """Bring every value up to date. O(marked snapshots * their exclusive edges)."""
+        """Bring every value up to date and queue what was marked. O(marked snapshots * their exclusive edges)."""
         if self._dirty:
             for snapshot in self._dirty:
                 snapshot.value = self.derive(snapshot)
-                self.offer(snapshot)
+                self._queue(snapshot)
             self._dirty.clear()
 
     def derive(self, snapshot: Snapshot) -> float:
