@@ -125,7 +125,7 @@ def take_another_page(engine: Engine) -> None:
 
 def resumed_lane(engine: Engine):  # type: ignore[no-untyped-def]
     (lane,) = engine._worker._lanes.values()
-    return engine._cache._memory, lane.memory.slot, lane.memory.pages
+    return engine._worker._model._memory, lane.memory.slot, lane.memory.pages
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def memory_of(num_pages: int, num_slots: int) -> DeviceMemory:
             hidden_size=16,
             hidden_dtype=torch.float32,
         ),
+        layers=[True, False],
         num_pages=num_pages,
         num_slots=num_slots,
         device=torch.device("cpu"),

@@ -42,7 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(folder: Path, sampler: Any = None, **options: Any) -> Engine:
-    return Engine.from_folder(folder, EngineOptions(**({"threads": 1, "kv_capacity": 8192} | options)), sampler=sampler)
+    return Engine.from_folder(
+        folder, EngineOptions(**({"threads": 1, "kv_capacity": 8192, "host_cache_mib": 0} | options)), sampler=sampler
+    )
 
 
 @pytest.fixture
@@ -104,7 +106,7 @@ def test_the_comparison_sees_two_lanes_with_swapped_states(folder: Path) -> None
     def swap(seed: int, step: int) -> None:
         if not done and seed == 7 and step == 4:  # the longest prompt is past its prefill, so all lanes decode
             lanes = {lane.job.seed: lane.memory for lane in engine._worker._lanes.values()}
-            states = engine._cache._memory.states
+            states = engine._worker._model._memory.states
             a, b = lanes[6].slot, lanes[7].slot
             states[[a, b]] = states[[b, a]]
             done.append(True)

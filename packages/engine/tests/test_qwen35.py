@@ -101,6 +101,7 @@ def memory_for(config: ModelConfig, *, num_pages: int, num_slots: int) -> Device
             hidden_size=config.hidden_size,
             hidden_dtype=torch.float32,
         ),
+        layers=[kind == LINEAR for kind in config.layer_kinds],
         num_pages=num_pages,
         num_slots=num_slots,
         device=CPU,

@@ -16,8 +16,9 @@ import torch
 from qwen35_kernels import BLOCK_TOKENS, KVProfile, PageLayout, StateLayout
 
 from .cache import CacheStats, PrefixCache
-from .checkpoint.config import ModelConfig, read_config
+from .checkpoint.config import LINEAR, ModelConfig, read_config
 from .errors import ContextLengthExceeded, RequestError
+from .host import HostTier
 from .memory import DeviceMemory
 from .model.qwen35 import Qwen35Model
 from .model.weights import ModelWeights, load_weights
@@ -91,15 +92,19 @@ class Engine:
         memory = DeviceMemory(
             page_layout=page_layout,
             state_layout=state_layout,
+            layers=[kind == LINEAR for kind in config.layer_kinds],
             num_pages=1 + self.options.num_blocks,
             num_slots=1 + self.options.max_concurrency + self.options.snapshot_slots,
             device=device,
         )
+        budget = self.options.host_cache_bytes
+        self._host = HostTier(memory, budget_bytes=budget) if budget else None
         self._cache = PrefixCache(
             memory,
             max_concurrency=self.options.max_concurrency,
             context_blocks=-(-self.options.max_context // BLOCK_TOKENS),
             snapshot_slots=self.options.snapshot_slots,
+            host=self._host,
         )
         self._ids = count(1)
         self._worker = Worker(
@@ -111,11 +116,12 @@ class Engine:
             threads=options.threads,
         )
         logger.info(
-            "%d blocks of KV (%d MiB), %d state slots (%d MiB), context %d tokens, on %s in %s",
+            "%d blocks of KV (%d MiB), %d state slots (%d MiB), Host cache %d MiB, context %d tokens, on %s in %s",
             self.options.num_blocks,
             memory.pages.nbytes >> 20,
             memory.states.shape[0],
             memory.states.nbytes >> 20,
+            budget >> 20,
             self.options.max_context,
             device,
             weights.dtype,
@@ -195,6 +201,8 @@ class Engine:
     def close(self) -> None:
         """Stop the worker. Requests still open fail with ``EngineClosed``. May be called twice."""
         self._worker.close()
+        if self._host is not None:
+            self._host.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -8,7 +8,7 @@ nothing reads them as data, and they are never handed out.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -77,6 +77,8 @@ class DeviceMemory:
     Attributes:
         pages: uint8 ``[num_pages, page_bytes]``.
         states: uint8 ``[num_slots, image_bytes]``.
+        layers: per layer of the model, whether it is a Gated DeltaNet layer (else full attention), and which of that
+            kind it is, counted from 0: its place in the image, or in the page record.
     """
 
     def __init__(
@@ -84,12 +86,14 @@ class DeviceMemory:
         *,
         page_layout: PageLayout,
         state_layout: StateLayout,
+        layers: Sequence[bool],
         num_pages: int,
         num_slots: int,
         device: torch.device,
     ) -> None:
         self.page_layout = page_layout
         self.state_layout = state_layout
+        self.layers = tuple((linear, layers[:i].count(linear)) for i, linear in enumerate(layers))
         self.pages = _arena("KV pages", num_pages, page_layout.page_bytes, device)
         self.states = _arena("state slots", num_slots, state_layout.image_bytes, device)
         # A scratch page or slot may be read under a mask; it must at least hold numbers.

@@ -21,6 +21,8 @@ _EXTRA_SNAPSHOT_SLOTS = 4
 
 _DEFAULT_MAX_CONTEXT = 32_768
 _CPU_KV_BYTES = 2**30
+_CPU_HOST_CACHE_MIB = 1024
+_CUDA_HOST_CACHE_MIB = 8192
 _CUDA_KV_SHARE = 0.85
 
 _DEVICES = ("auto", "cpu", "cuda")
@@ -43,6 +45,8 @@ class EngineOptions:
         kv_capacity: tokens of KV in all, running and cached. None: 1 GiB of pages on a CPU, 85 % of the memory that is
             free after loading, less the states, on CUDA; at least one ``max_context``.
         device_snapshot_slots: states the cache may keep, 1 to ``max_concurrency + 64``.
+        host_cache_mib: Host memory for what the device has no room for, in MiB; 0: none. None: 1 GiB on a CPU, 8 GiB on
+            CUDA.
         prefix_reuse: False computes every prompt from its first token and keeps nothing.
 
     Raises:
@@ -58,6 +62,7 @@ class EngineOptions:
     prefill_chunk: int = 1024
     kv_capacity: int | None = None
     device_snapshot_slots: int | None = None
+    host_cache_mib: int | None = None
     prefix_reuse: bool = True
 
     def __post_init__(self) -> None:
@@ -74,6 +79,8 @@ class EngineOptions:
             _require_range("max_context", self.max_context, 2, 100_000_000)
         if self.kv_capacity is not None:
             _require_range("kv_capacity", self.kv_capacity, BLOCK_TOKENS, 2**40)
+        if self.host_cache_mib is not None:
+            _require_range("host_cache_mib", self.host_cache_mib, 0, 2**30)
         if self.device_snapshot_slots is not None:
             _require_range("device_snapshot_slots", self.device_snapshot_slots, 1, self.max_concurrency + 64)
 
@@ -139,8 +146,16 @@ class EngineOptions:
             prefill_chunk=self.prefill_chunk,
             num_blocks=num_blocks,
             snapshot_slots=snapshot_slots,
+            host_cache_bytes=self._host_cache_mib(device) * 2**20,
             prefix_reuse=self.prefix_reuse,
         )
+
+    def _host_cache_mib(self, device: torch.device) -> int:
+        if not self.prefix_reuse:
+            return 0
+        if self.host_cache_mib is not None:
+            return self.host_cache_mib
+        return _CUDA_HOST_CACHE_MIB if device.type == "cuda" else _CPU_HOST_CACHE_MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +168,7 @@ class EffectiveOptions:
     prefill_chunk: int
     num_blocks: int
     snapshot_slots: int
+    host_cache_bytes: int
     prefix_reuse: bool
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from prefix_index import Prompt
 from qwen35_kernels import BLOCK_TOKENS
+from slab_pool import CopyFailed
 
 from .cache import LaneMemory, PrefixCache
 from .errors import EngineClosed, EngineError, ExecutionError, QueueFull, RequestError
@@ -159,8 +160,10 @@ class Worker:
         reason: EngineError = EngineClosed("the engine was closed before the answer was complete")
         try:
             while self._drain():
+                self._cache.poll()
                 self._admit()
                 self._step()
+            self._cache.drain()
         except Exception as error:
             # Nothing a request does may end the loop; what gets here is a fault of the engine's own.
             logger.exception("the engine's worker failed and stops")
@@ -232,19 +235,26 @@ class Worker:
         memory = lane.memory
         wanted = [p for p in lane.job.request.tap_positions if chunk.begin < p <= chunk.end]
         taps = self._cache.claim_taps(memory, wanted)
+        restore = memory.restore
         try:
+            if restore is not None:
+                restore.wait_for_prelude()
             hidden = self._model.prefill(
                 tokens=self._to_device(lane.tokens[chunk.begin : chunk.end]),
                 base=chunk.begin,
                 block_table=self._cache.block_tables[memory.row],
                 slot=memory.slot,
                 taps=[(tap.position, tap.slot) for tap in taps],
+                before_layer=None if restore is None else restore.wait_for_layer,
             ).unsqueeze(0)
             _require_finite(hidden)
+        except CopyFailed:
+            raise  # what else was copied is in doubt as well: this ends the engine
         except Exception as error:
             self._cache.drop_taps(taps)
             self._fail(lane, error)
             return
+        memory.restore = None  # every layer has waited for its part
         lane.computed = chunk.end
         self._cache.commit(memory, lane.tokens, lane.computed)
         for tap in taps:

@@ -84,6 +84,12 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens of KV in all; by default derived from the memory",
     )
     add("--device-snapshot-slots", type=int, default=None, help="states the cache keeps; by default derived")
+    add(
+        "--host-cache-mib",
+        type=int,
+        default=None,
+        help="MiB of Host memory for the cache, 0 for none; by default derived",
+    )
     add("--no-prefix-reuse", action="store_true", help="compute every prompt from its first token")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what to log")
     return parser
@@ -100,6 +106,7 @@ def _serve(args: argparse.Namespace) -> int:
         prefill_chunk=args.prefill_chunk,
         kv_capacity=args.kv_capacity,
         device_snapshot_slots=args.device_snapshot_slots,
+        host_cache_mib=args.host_cache_mib,
         prefix_reuse=not args.no_prefix_reuse,
     )
     folder = demo_folder() if args.model == "demo" else Path(args.model).absolute()

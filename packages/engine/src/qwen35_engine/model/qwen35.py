@@ -9,7 +9,7 @@ Axis letters: T tokens of a chunk, B sequences of a decode round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,7 @@ class Qwen35Model:
         block_table: Tensor,
         slot: int,
         taps: Sequence[tuple[int, int]] = (),
+        before_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Run tokens ``base .. base + T`` of one sequence.
 
@@ -62,6 +63,7 @@ class Qwen35Model:
             slot: state slot with the state after ``base`` tokens (zeros for 0); afterwards, after ``base + T``.
             taps: ``(position, slot)`` pairs, ``base < position <= base + T``: the slot receives the complete state
                 image after that position.
+            before_layer: called with each layer's number just before it reads pages and slot, e.g. to wait for a copy.
 
         Returns:
             The last token's hidden state ``[hidden]``, before the final norm; ``logits`` reads it.
@@ -76,7 +78,7 @@ class Qwen35Model:
             slot=slot,
             taps=tuple(Tap(sequence=0, position=position, slot=tap_slot) for position, tap_slot in taps),
         )
-        hidden = self._layers(tokens, positions, pass_)
+        hidden = self._layers(tokens, positions, pass_, before_layer)
         continuation = self._memory.state_layout.hidden(self._memory.states)
         continuation[slot] = hidden[-1]
         for position, tap_slot in taps:
@@ -113,20 +115,25 @@ class Qwen35Model:
         x = kernels.rms_norm(x=hidden, weight=self._weights.norm, eps=self._config.norm_eps)
         return F.linear(x, self._weights.head).float()
 
-    def _layers(self, tokens: Tensor, positions: Tensor, pass_: _Prefill | _Decode) -> Tensor:
+    def _layers(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        pass_: _Prefill | _Decode,
+        before_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
         """Hidden states ``[T, hidden]`` after the last layer, before the final norm."""
         config, weights = self._config, self._weights
         cos, sin = kernels.rotary_tables(positions=positions, frequencies=self._frequencies)
         hidden = F.embedding(tokens, weights.embedding)
-        linear_index = full_index = 0
-        for layer in weights.layers:
+        for number, (layer, (_, index)) in enumerate(zip(weights.layers, self._memory.layers, strict=True)):
+            if before_layer is not None:
+                before_layer(number)
             x = kernels.rms_norm(x=hidden, weight=layer.input_norm, eps=config.norm_eps)
             if isinstance(layer.mixer, DeltaNetWeights):
-                hidden = hidden + self._delta_net(x, layer.mixer, linear_index, pass_)
-                linear_index += 1
+                hidden = hidden + self._delta_net(x, layer.mixer, index, pass_)
             else:
-                hidden = hidden + self._attention(x, layer.mixer, full_index, pass_, cos, sin)
-                full_index += 1
+                hidden = hidden + self._attention(x, layer.mixer, index, pass_, cos, sin)
             x = kernels.rms_norm(x=hidden, weight=layer.post_norm, eps=config.norm_eps)
             hidden = hidden + _mlp(x, layer.mlp)
         return hidden

@@ -1,0 +1,154 @@
+"""The binding between tokens and pages: the only code that sees both. One file per verb.
+
+``PrefixCache`` puts them together: ``admit`` makes lanes, ``publish`` commits what they compute, ``backup`` writes it
+through to the Host tier, ``transfers`` settles the copies.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from prefix_index import PrefixIndex, Prompt
+from qwen35_kernels import BLOCK_TOKENS
+
+from ..host import HostStats, HostTier
+from ..memory import DeviceMemory
+from .admit import Admission
+from .backup import Backup
+from .lane import LaneMemory
+from .publish import Publisher, Tap
+from .space import Space
+from .transfers import Transfers
+
+__all__ = ["CacheStats", "LaneMemory", "PrefixCache", "Tap"]
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Gauges of both tiers; ``host`` is None without a Host tier."""
+
+    pages_free: int
+    pages_total: int
+    slots_free: int
+    slots_total: int
+    snapshot_slots_used: int
+    taps_skipped: int
+    endpoints_skipped: int
+    host: HostStats | None
+
+
+class PrefixCache:
+    """Pages, slots, slabs and the index over them. Used by the worker only."""
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        *,
+        max_concurrency: int,
+        context_blocks: int,
+        snapshot_slots: int,
+        host: HostTier | None = None,
+    ) -> None:
+        self.index = PrefixIndex(
+            block_tokens=BLOCK_TOKENS,
+            block_bytes=memory.page_layout.page_bytes,
+            image_bytes=memory.state_layout.image_bytes,
+            image_slabs=host.image_slabs if host is not None else 1,
+        )
+        self._host = host
+        self._transfers = Transfers(self.index, host) if host is not None else None
+        self._space = Space(memory, self.index, host, snapshot_limit=snapshot_slots)
+        self._admission = Admission(
+            memory,
+            self.index,
+            self._space,
+            host,
+            self._transfers,
+            max_concurrency=max_concurrency,
+            context_blocks=context_blocks,
+        )
+        self._publisher = Publisher(memory, self.index, self._space)
+        self._backup = (
+            Backup(self.index, self._space, host, self._transfers)
+            if host is not None and self._transfers is not None
+            else None
+        )
+
+    @property
+    def block_tables(self) -> Tensor:
+        """int64 ``[max_concurrency, blocks]``, see ``Admission``."""
+        return self._admission.block_tables
+
+    def poll(self) -> None:
+        """Settle the copies that have landed.
+
+        Raises:
+            CopyFailed: one failed; the engine has to end.
+        """
+        if self._transfers is not None:
+            self._transfers.poll()
+
+    def drain(self) -> None:
+        """Wait for every copy and settle it."""
+        if self._transfers is not None:
+            self._transfers.drain()
+
+    def admit(self, prompt: Prompt | None, *, total_tokens: int) -> LaneMemory | None:
+        """See ``Admission.admit``."""
+        return self._admission.admit(prompt, total_tokens=total_tokens)
+
+    def grow(self, lane: LaneMemory, tokens: int) -> bool:
+        """See ``Admission.grow``."""
+        return self._admission.grow(lane, tokens)
+
+    def commit(self, lane: LaneMemory, tokens: array[int], computed: int) -> None:
+        """See ``Publisher.commit``."""
+        self._publisher.commit(lane, tokens, computed)
+
+    def claim_taps(self, lane: LaneMemory, positions: Sequence[int]) -> list[Tap]:
+        """See ``Publisher.claim_taps``."""
+        return self._publisher.claim_taps(lane, positions)
+
+    def publish_tap(self, lane: LaneMemory, tokens: array[int], tap: Tap) -> None:
+        """See ``Publisher.publish_tap``."""
+        self._publisher.publish_tap(lane, tokens, tap)
+
+    def drop_taps(self, taps: Sequence[Tap]) -> None:
+        """See ``Publisher.drop_taps``."""
+        self._publisher.drop_taps(taps)
+
+    def finish(self, lane: LaneMemory, tokens: array[int], computed: int) -> None:
+        """End a sequence whose first ``computed`` tokens are sound: its slot becomes a snapshot, its blocks stay."""
+        self._publisher.commit(lane, tokens, computed)
+        self._publisher.publish_endpoint(lane, tokens, computed)
+        self.abandon(lane)
+
+    def abandon(self, lane: LaneMemory) -> None:
+        """End a sequence without a snapshot at its end. What it committed before stays reusable."""
+        if self._backup is not None:
+            self._backup.write_through(lane)
+        if lane.lease is not None:
+            self.index.release(lane.lease)
+        self._admission.end(lane)
+
+    def check_invariants(self) -> None:
+        """Re-derive the accounting of every part; raises where it differs. O(cache)."""
+        self.index.check_invariants()
+        if self._host is not None:
+            self._host.check_invariants()
+
+    def stats(self) -> CacheStats:
+        return CacheStats(
+            pages_free=len(self._space.pages),
+            pages_total=self._space.pages.capacity,
+            slots_free=len(self._space.slots),
+            slots_total=self._space.slots.capacity,
+            snapshot_slots_used=self._space.snapshot_slots,
+            taps_skipped=self._publisher.taps_skipped,
+            endpoints_skipped=self._publisher.endpoints_skipped,
+            host=self._host.stats() if self._host is not None else None,
+        )

@@ -1,0 +1,194 @@
+"""Admission: which cached prefix a sequence resumes from, and the memory it runs in.
+
+Everything that can fail is checked before the first eviction. Pinning the path first makes the arithmetic exact: what
+is evictable then is none of the lane's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from prefix_index import Lease, PrefixIndex, Prompt, Tier
+from qwen35_kernels import BLOCK_TOKENS
+
+from ..host import HostTier, Image, Tail
+from ..memory import DeviceMemory
+from .lane import LaneMemory
+from .space import Space
+from .transfers import Transfers
+
+__all__ = ["Admission"]
+
+
+@dataclass(frozen=True)
+class _Missing:
+    """What of a leased snapshot and its path only the Host has. False when there is nothing."""
+
+    blocks: int
+    tail: bool
+    image: bool
+
+    @classmethod
+    def of(cls, index: PrefixIndex, lease: Lease) -> _Missing:
+        if lease.snapshot is None:
+            return cls(0, False, False)
+        return cls(
+            blocks=lease.depth - index.held(lease, Tier.DEVICE),
+            tail=lease.frontier % BLOCK_TOKENS != 0 and not lease.tail_pages,
+            image=lease.slot is None,
+        )
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the cache that a restore fills."""
+        return self.blocks + self.tail
+
+    def __bool__(self) -> bool:
+        return bool(self.blocks or self.tail or self.image)
+
+
+class Admission:
+    """Makes lanes. ``block_tables`` is int64 ``[max_concurrency, blocks]`` on the device: row r is the lane's with that
+    row, unused entries are 0, the scratch page."""
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        index: PrefixIndex,
+        space: Space,
+        host: HostTier | None,
+        transfers: Transfers | None,
+        *,
+        max_concurrency: int,
+        context_blocks: int,
+    ) -> None:
+        self._memory = memory
+        self._index = index
+        self._space = space
+        self._host = host
+        self._transfers = transfers
+        self._rows = list(range(max_concurrency))
+        self.block_tables: Tensor = torch.zeros(
+            (max_concurrency, context_blocks), dtype=torch.int64, device=memory.pages.device
+        )
+
+    def admit(self, prompt: Prompt | None, *, total_tokens: int) -> LaneMemory | None:
+        """Give a new sequence its slot and the pages of ``total_tokens`` tokens, resumed as deep as the cache allows.
+
+        Args:
+            prompt: the prepared prompt, or None for a request that neither uses nor feeds the cache.
+            total_tokens: prompt and the output room that the request is entitled to.
+
+        Returns:
+            The lane's memory. Its slot holds the state of its frontier once ``restore``, if there is one, has landed.
+            None when the pages that running sequences hold leave no room; then nothing has changed.
+        """
+        blocks = -(-total_tokens // BLOCK_TOKENS)
+        if prompt is None:
+            return self._start(self._space.take_pages(blocks), None) if self._space.page_room() >= blocks else None
+        match = self._index.match(prompt)
+        for candidate in (*match.candidates, None):
+            if candidate is not None and candidate.filling:
+                continue  # its copies belong to another lane's restore
+            lease = self._index.acquire(match, candidate)
+            missing = _Missing.of(self._index, lease)
+            if self._space.page_room() >= blocks - lease.depth + missing.num_pages:
+                # Pins what a restore reads until it has landed, whatever becomes of the lane.
+                guard = self._index.acquire(match, candidate) if missing else None
+                return self._resume(lease, missing, guard, blocks)
+            self._index.cancel(lease)
+        return None
+
+    def _resume(self, lease: Lease, missing: _Missing, guard: Lease | None, blocks: int) -> LaneMemory:
+        index, held = self._index, lease.depth - missing.blocks
+        taken = self._space.take_pages(blocks - lease.depth + missing.num_pages)
+        restored, taken = taken[: missing.blocks], taken[missing.blocks :]
+        tail_pages, own = (taken[:1], taken[1:]) if missing.tail else (list(lease.tail_pages), taken)
+        shared = [*cast(tuple[int, ...], index.handles(lease, Tier.DEVICE, 0, held)), *restored]
+        lane = self._start(own, lease, shared)
+        if lease.slot is not None:
+            self._memory.copy_state(lease.slot, lane.slot)
+        if tail_pages and not missing.tail:
+            self._memory.copy_page(tail_pages[0], own[0])
+        if guard is not None:
+            self._restore(lane, missing, guard, restored, tail_pages)
+        index.activate(lease)
+        return lane
+
+    def _restore(
+        self, lane: LaneMemory, missing: _Missing, guard: Lease, pages: list[int], tail_pages: list[int]
+    ) -> None:
+        """Bring to the device what only the Host has: blocks and tail for the cache, the image for the lane alone."""
+        index, lease = self._index, lane.lease
+        assert lease is not None
+        assert lease.snapshot is not None
+        assert self._host is not None
+        assert self._transfers is not None
+        slabs = cast(
+            tuple[int, ...], index.handles(lease, Tier.HOST, lease.depth - len(pages), lease.depth) if pages else ()
+        )
+        fills = [index.begin_fill(lease, Tier.DEVICE, pages)] if pages else []
+        host_slabs = index.copies(lease.snapshot).slabs
+        image = Image(lane.slot, host_slabs[: self._host.image_slabs]) if missing.image else None
+        tails = []
+        if missing.tail:
+            fills.append(index.begin_fill(lease.snapshot, Tier.DEVICE, tail_pages))
+            # The lane goes on writing in its own copy of the partial page.
+            tails = [Tail(page, host_slabs[-1]) for page in (*tail_pages, lane.pages[lease.depth])]
+        lane.restore = self._host.restore(pages, slabs, image, tails)
+        self._transfers.add(lane.restore.ticket, fills, guard)
+
+    def _start(self, own: list[int], lease: Lease | None, shared: list[int] | None = None) -> LaneMemory:
+        shared = shared or []
+        (slot,) = self._space.slots.take(1)
+        if lease is None or lease.snapshot is None:
+            self._memory.clear_state(slot)
+        lane = LaneMemory(
+            row=self._rows.pop(),
+            slot=slot,
+            frontier=lease.frontier if lease else 0,
+            lease=lease,
+            pages=shared + own,
+            committed=len(shared),
+            private=set(own),
+        )
+        self.block_tables[lane.row].zero_()
+        self._write_table(lane, 0)
+        return lane
+
+    def grow(self, lane: LaneMemory, tokens: int) -> bool:
+        """Make room for the KV of ``tokens`` tokens; False when every page is held by a running sequence."""
+        short = -(-tokens // BLOCK_TOKENS) - len(lane.pages)
+        if short <= 0:
+            return True
+        if short > self._space.page_room():
+            return False
+        begin = len(lane.pages)
+        own = self._space.take_pages(short)
+        lane.pages += own
+        lane.private.update(own)
+        self._write_table(lane, begin)
+        return True
+
+    def end(self, lane: LaneMemory) -> None:
+        """Take the lane's row, pages and slot back; those a restore still writes to, when it has landed."""
+        self._rows.append(lane.row)
+        pages, slot = sorted(lane.private), lane.slot
+
+        def give_back() -> None:
+            self._space.pages.give_back(pages)
+            if slot:
+                self._space.slots.give_back([slot])
+
+        if lane.restore is None or lane.restore.done() or self._transfers is None:
+            give_back()
+        else:
+            self._transfers.afterwards(lane.restore.ticket, give_back)
+
+    def _write_table(self, lane: LaneMemory, begin: int) -> None:
+        pages = torch.tensor(lane.pages[begin:], dtype=torch.int64)
+        self.block_tables[lane.row, begin : len(lane.pages)] = pages.to(self.block_tables.device)

@@ -1,0 +1,73 @@
+"""Write-through: when a lane lets go of its path, what only the device has is copied to the Host, in one batch.
+
+Afterwards a device eviction loses nothing. Blocks come first, since no snapshot is worth anything without its path.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+from prefix_index import PrefixIndex, Tier
+from prefix_index import Ticket as Fill
+from qwen35_kernels import BLOCK_TOKENS
+
+from ..host import HostTier, Image, Tail
+from .lane import LaneMemory
+from .space import Space
+from .transfers import Transfers
+
+__all__ = ["Backup"]
+
+
+class Backup:
+    """Copies a lane's blocks and snapshots to the Host tier."""
+
+    def __init__(self, index: PrefixIndex, space: Space, host: HostTier, transfers: Transfers) -> None:
+        self._index = index
+        self._space = space
+        self._host = host
+        self._transfers = transfers
+
+    def write_through(self, lane: LaneMemory) -> None:
+        """Start the batch; the lane's lease is still held."""
+        if lane.lease is None:
+            return
+        fills, pages, slabs = self._blocks(lane)
+        images: list[Image] = []
+        tails: list[Tail] = []
+        for snapshot in lane.published:
+            claim = self._index.value(snapshot) if snapshot.alive else -math.inf
+            if claim == -math.inf:
+                continue  # superseded or gone: nobody will resume from it
+            copies = self._index.copies(snapshot)
+            if (
+                copies.slot is None
+                or copies.slabs
+                or self._index.held(lane.lease, Tier.HOST) < snapshot.frontier // BLOCK_TOKENS
+            ):
+                continue
+            wanted = self._host.image_slabs + len(copies.tail_pages)
+            taken = self._space.take_slabs(wanted, claim=claim, protect=(snapshot,))
+            if len(taken) < wanted:
+                self._space.give_back_slabs(taken)
+                continue
+            fills.append(self._index.begin_fill(snapshot, Tier.HOST, taken))
+            images.append(Image(copies.slot, taken[: self._host.image_slabs]))
+            tails += [Tail(page, taken[-1]) for page in copies.tail_pages]
+        if fills:
+            self._transfers.add(self._host.write(pages, slabs, images, tails), fills)
+
+    def _blocks(self, lane: LaneMemory) -> tuple[list[Fill], tuple[int, ...], tuple[int, ...]]:
+        """From the first block without a Host copy on, as far as slabs go."""
+        assert lane.lease is not None
+        first = self._index.held(lane.lease, Tier.HOST)
+        end = min(lane.lease.depth, self._index.held(lane.lease, Tier.DEVICE))
+        if first >= end:
+            return [], (), ()
+        slabs = self._space.take_slabs(end - first, claim=math.inf)
+        if not slabs:
+            return [], (), ()
+        pages = self._index.handles(lane.lease, Tier.DEVICE, first, first + len(slabs))
+        fill = self._index.begin_fill(lane.lease, Tier.HOST, slabs)
+        return [fill], cast(tuple[int, ...], pages), slabs

@@ -1,0 +1,42 @@
+"""What one running sequence holds of the memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from prefix_index import Lease, SnapshotHandle
+
+from ..host import Restore
+
+__all__ = ["LaneMemory"]
+
+
+@dataclass(eq=False)
+class LaneMemory:
+    """One lane's share. Who owns a page of it, block by block::
+
+        0 ............ frontier//64 ............ committed ............ len(pages)
+        | the index's, pinned by  | the index's, or the      | the lane's: being written |
+        | the lease               | lane's if a duplicate    | or reserved for output    |
+
+    Attributes:
+        row: its row of the block tables.
+        slot: its state slot; 0 once a snapshot has taken it over.
+        frontier: the token it resumed at.
+        lease: its pin in the index; None for a request that does not use the cache.
+        pages: the page of each block.
+        committed: blocks that were handed to the index.
+        private: the pages that are the lane's own.
+        restore: the copies its first pass waits for.
+        published: the snapshots it has made.
+    """
+
+    row: int
+    slot: int
+    frontier: int
+    lease: Lease | None
+    pages: list[int]
+    committed: int
+    private: set[int]
+    restore: Restore | None = None
+    published: list[SnapshotHandle] = field(default_factory=list)

@@ -1,0 +1,109 @@
+"""While a lane runs: whole blocks join the index, taps become snapshots. Only what a successful pass has written."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prefix_index import PrefixIndex, SnapshotKind
+from qwen35_kernels import BLOCK_TOKENS
+
+from ..memory import DeviceMemory
+from .lane import LaneMemory
+from .space import Space
+
+__all__ = ["Publisher", "Tap"]
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A prompt position whose state the coming chunk writes into ``slot``."""
+
+    position: int
+    slot: int
+
+
+class Publisher:
+    """Commits blocks and publishes snapshots; counts what found no room."""
+
+    def __init__(self, memory: DeviceMemory, index: PrefixIndex, space: Space) -> None:
+        self._memory = memory
+        self._index = index
+        self._space = space
+        self.taps_skipped = 0
+        self.endpoints_skipped = 0
+
+    def commit(self, lane: LaneMemory, tokens: array[int], computed: int) -> None:
+        """Hand every block that ``computed`` tokens fill to the index."""
+        full = computed // BLOCK_TOKENS
+        if lane.lease is None or full <= lane.committed:
+            return
+        begin, lane.committed = lane.committed, full
+        extension = self._index.extend(
+            lane.lease,
+            tokens[begin * BLOCK_TOKENS : full * BLOCK_TOKENS].tobytes(),
+            lane.pages[begin:full],
+        )
+        for first, end in (*extension.inserted, *extension.reattached):
+            lane.private.difference_update(lane.pages[first:end])
+
+    def claim_taps(self, lane: LaneMemory, positions: Sequence[int]) -> list[Tap]:
+        """Slots for the states after ``positions``; a position that finds none is skipped and counted."""
+        taps: list[Tap] = []
+        if lane.lease is None:
+            return taps
+        for position in positions:
+            if self._space.claim_snapshot_slot(lane.lease, position):
+                taps.append(Tap(position, self._space.take_snapshot_slot()))
+            else:
+                self.taps_skipped += 1
+        return taps
+
+    def publish_tap(self, lane: LaneMemory, tokens: array[int], tap: Tap) -> None:
+        """Make a written tap resumable. Its blocks are committed; the partial one is copied to a page of the cache."""
+        first = tap.position // BLOCK_TOKENS
+        tail = tokens[first * BLOCK_TOKENS : tap.position]
+        if tail and not self._space.page_room():
+            self.taps_skipped += 1
+            self._space.drop_snapshot_slot(tap.slot)
+            return
+        tail_pages = self._space.take_pages(1) if tail else []
+        if tail:
+            self._memory.copy_page(lane.pages[first], tail_pages[0])
+        if not self._publish(lane, tap.position, tap.slot, tail, tail_pages, SnapshotKind.TAP):
+            self._space.drop_snapshot_slot(tap.slot)
+            self._space.pages.give_back(tail_pages)
+
+    def drop_taps(self, taps: Sequence[Tap]) -> None:
+        """Give up taps whose chunk failed."""
+        for tap in taps:
+            self._space.drop_snapshot_slot(tap.slot)
+
+    def publish_endpoint(self, lane: LaneMemory, tokens: array[int], computed: int) -> None:
+        """Turn the lane's slot into the snapshot at its end, and its partial page into the tail; nothing is copied."""
+        if lane.lease is None or computed <= lane.frontier:
+            return
+        # What this lineage leaves behind goes first, so that its slot need not come from another conversation.
+        self._index.supersede(lane.lease, computed)
+        if not self._space.claim_snapshot_slot(lane.lease, computed):
+            self.endpoints_skipped += 1
+            return
+        first = computed // BLOCK_TOKENS
+        tail = tokens[first * BLOCK_TOKENS : computed]
+        tail_pages = [lane.pages[first]] if tail else []
+        if self._publish(lane, computed, lane.slot, tail, tail_pages, SnapshotKind.ENDPOINT):
+            lane.private.difference_update(tail_pages)
+            self._space.snapshot_slots += 1
+            lane.slot = 0
+
+    def _publish(
+        self, lane: LaneMemory, frontier: int, slot: int, tail: array[int], tail_pages: list[int], kind: SnapshotKind
+    ) -> bool:
+        assert lane.lease is not None
+        publication = self._index.publish(
+            lane.lease, frontier, slot=slot, tail=tail.tobytes(), tail_pages=tuple(tail_pages), kind=kind
+        )
+        if publication.created:
+            lane.published.append(publication.snapshot)
+        return publication.created

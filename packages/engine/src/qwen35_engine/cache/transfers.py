@@ -1,0 +1,62 @@
+"""Copies on their way: what waits for a batch to land, and what happens when it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prefix_index import Lease, PrefixIndex
+from prefix_index import Ticket as Fill
+from slab_pool import Ticket
+
+from ..host import HostTier
+
+__all__ = ["Transfers"]
+
+
+class Transfers:
+    """For each batch: the index's fills it carries, a lease that keeps its sources in place, what to do afterwards."""
+
+    def __init__(self, index: PrefixIndex, host: HostTier) -> None:
+        self._index = index
+        self._host = host
+        self._fills: dict[Ticket, tuple[Fill, ...]] = {}
+        self._guards: dict[Ticket, Lease] = {}
+        self._afterwards: dict[Ticket, list[Callable[[], None]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._fills)
+
+    def add(self, ticket: Ticket, fills: Iterable[Fill], guard: Lease | None = None) -> None:
+        """Land ``fills`` when the batch has landed, and give up ``guard``, which pins what it reads until then."""
+        self._fills[ticket] = tuple(fills)
+        if guard is not None:
+            self._guards[ticket] = guard
+
+    def afterwards(self, ticket: Ticket, action: Callable[[], None]) -> None:
+        """Run ``action`` once the batch has landed: a destination is free only when nothing writes to it any more."""
+        self._afterwards.setdefault(ticket, []).append(action)
+
+    def poll(self) -> None:
+        """Settle what has landed. Never waits.
+
+        Raises:
+            CopyFailed: a copy failed; the engine has to end.
+        """
+        if not self._fills:
+            return
+        for ticket in self._host.poll():
+            self._settle(ticket)
+
+    def drain(self) -> None:
+        """Wait for everything and settle it."""
+        self._host.drain()
+        self.poll()
+
+    def _settle(self, ticket: Ticket) -> None:
+        for fill in self._fills.pop(ticket):
+            self._index.land(fill)
+        guard = self._guards.pop(ticket, None)
+        if guard is not None:
+            self._index.cancel(guard)
+        for action in self._afterwards.pop(ticket, ()):
+            action()
