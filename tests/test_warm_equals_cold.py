@@ -49,7 +49,7 @@ class Pair:
         predictions = []
         for reuse in (True, False):
             sampler = ForcingSampler(continuations, on_draw=self._on_draw if reuse else None)
-            options = EngineOptions(threads=1, kv_capacity=2048, prefill_chunk=96, prefix_reuse=reuse)
+            options = EngineOptions(threads=1, kv_capacity=2048, prefill_chunk=96, host_cache_mib=0, prefix_reuse=reuse)
             with Engine.from_folder(self._folder, options, sampler=sampler) as self._engine:
                 run(self._engine, turn(FIRST, prompt, ANSWER_TOKENS, (frontier,) if tap else ()))
                 _, usage = run(self._engine, turn(FOLLOWING, following, positions))
@@ -90,6 +90,53 @@ def test_over_256_positions(pair: Pair, frontier: int) -> None:
     pair.compare(frontier, 256, tap=frontier % 2 == 1)
 
 
+# ---- the Host tier ----------------------------------------------------------------------------------------------
+
+LOSING = 3  # the seed of a request during which everything cached leaves the device
+
+
+def lose_device(engine: Engine) -> None:
+    """As under pressure: only what has a Host copy is left."""
+    cache = engine._cache
+    cache.drain()
+    while (freed := cache.index.claim_slot()) is not None:
+        cache._space.reclaim(freed)
+    cache._space.reclaim(cache.index.evict_device(cache.stats().pages_total))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("frontier", [64, 101, 128, 191])
+def test_restored_from_the_host_equals_resumed_from_the_device_bit_for_bit(
+    folder: Path, frontier: int, dtype: str
+) -> None:
+    rng = random.Random(frontier)
+    prompt, answer, new, forced = (
+        [rng.randrange(VOCAB) for _ in range(count)] for count in (frontier + 1 - ANSWER_TOKENS, ANSWER_TOKENS, 40, 32)
+    )
+    continuations = {FIRST: answer, LOSING: [1], FOLLOWING: forced}
+    predictions = []
+    for lose in (False, True):
+        engines: list[Engine] = []
+
+        def on_draw(seed: int, step: int, *, lose: bool = lose, engines: list[Engine] = engines) -> None:
+            if lose and seed == LOSING:
+                lose_device(engines[0])
+
+        sampler = ForcingSampler(continuations, on_draw=on_draw)
+        options = EngineOptions(threads=1, kv_capacity=2048, host_cache_mib=64, dtype=dtype)
+        with Engine.from_folder(folder, options, sampler=sampler) as engine:
+            engines.append(engine)
+            run(engine, turn(FIRST, prompt, ANSWER_TOKENS))
+            run(engine, turn(LOSING, [5, 6, 7], 1))
+            _, usage = run(engine, turn(FOLLOWING, [*prompt, *answer[:-1], *new], len(forced)))
+            host = engine.stats().cache.host
+            assert host is not None
+            assert usage.cached_tokens == frontier
+            assert (host.restored_bytes > 0) == lose
+        predictions.append(sampler.of(FOLLOWING))
+    assert torch.equal(*predictions)
+
+
 # ---- the comparison can fail ------------------------------------------------------------------------------------
 
 
@@ -108,8 +155,9 @@ def zero_conv_history(engine: Engine) -> None:
 def take_another_state(engine: Engine) -> None:
     """That of the snapshot the lane resumed from: right once, but tokens behind."""
     memory, slot, _ = resumed_lane(engine)
-    other = next(s for s in range(1, len(memory.states)) if not torch.equal(memory.states[s], memory.states[slot]))
-    memory.states[slot] = memory.states[other]
+    (lane,) = engine._worker._lanes.values()
+    assert lane.memory.lease is not None
+    memory.states[slot] = memory.states[lane.memory.lease.slot]
 
 
 def zero_a_page(engine: Engine) -> None:

@@ -1,5 +1,4 @@
-"""Who owns which page and slot, from admission to the end of a lane. No model: the tests write recognisable bytes where
-a pass would write KV and state."""
+"""Who owns which page, slot and slab, from admission to the end of a lane."""
 
 from __future__ import annotations
 
@@ -7,103 +6,17 @@ import random
 from array import array
 
 import pytest
-import torch
 
-from qwen35_engine.cache import LaneMemory, PrefixCache
-from qwen35_engine.memory import DeviceMemory
-from qwen35_kernels import KVProfile, PageLayout, StateLayout
-
-BLOCK = 64
-
-
-def memory_of(num_pages: int, num_slots: int) -> DeviceMemory:
-    memory = DeviceMemory(
-        page_layout=PageLayout(profile=KVProfile.FP32, num_layers=1, num_kv_heads=1, head_dim=16),
-        state_layout=StateLayout(
-            num_layers=1,
-            num_value_heads=1,
-            key_dim=16,
-            value_dim=16,
-            conv_channels=16,
-            conv_width=4,
-            conv_dtype=torch.float32,
-            hidden_size=16,
-            hidden_dtype=torch.float32,
-        ),
-        layers=[True, False],
-        num_pages=num_pages,
-        num_slots=num_slots,
-        device=torch.device("cpu"),
-    )
-    memory.pages.zero_()
-    memory.states.zero_()
-    return memory
-
-
-class Bench:
-    """A cache over a small memory and the lanes that run on it."""
-
-    def __init__(self, *, pages: int = 20, lanes: int = 3, snapshots: int = 3) -> None:
-        self.memory = memory_of(1 + pages, 1 + lanes + snapshots)
-        self.cache = PrefixCache(self.memory, max_concurrency=lanes, context_blocks=pages, snapshot_slots=snapshots)
-        self.lanes: list[tuple[LaneMemory, array[int]]] = []
-
-    def admit(self, tokens: list[int], total: int | None = None, *, reuse: bool = True) -> LaneMemory | None:
-        prompt = self.cache.index.prepare(array("i", tokens)) if reuse else None
-        lane = self.cache.admit(prompt, total_tokens=total or len(tokens))
-        if lane is not None:
-            self.lanes.append((lane, array("i", tokens)))
-        return lane
-
-    def compute(self, lane: LaneMemory, tokens: list[int], begin: int, end: int) -> None:
-        """Write what a pass over ``tokens[begin:end]`` would: a page says which tokens it holds, a slot how far its
-        state is."""
-        for block in range(begin // BLOCK, -(-end // BLOCK)):
-            assert lane.pages[block] in lane.private
-            self.memory.pages[lane.pages[block]] = signature(tokens[: min(end, (block + 1) * BLOCK)])
-        self.memory.states[lane.slot] = signature(tokens[:end])
-
-    def check(self) -> None:
-        """Every page and slot has one owner: the free list, a lane, or the index."""
-        index, stats = self.cache.index, self.cache.stats()
-        index.check_invariants()
-        gauges = index.stats()
-        private = [page for lane, _ in self.lanes for page in lane.private]
-        assert len(set(private)) == len(private)
-        assert stats.pages_free + len(private) + gauges.device_blocks + gauges.device_tails == stats.pages_total
-        assert stats.snapshot_slots_used == gauges.snapshots
-        assert stats.slots_free + len(self.lanes) + gauges.snapshots == stats.slots_total
-        for lane, _ in self.lanes:
-            table = self.cache.block_tables[lane.row].tolist()
-            assert table[: len(lane.pages)] == lane.pages
-            assert not any(table[len(lane.pages) :])
-
-
-def signature(tokens: list[int]) -> int:
-    """A byte that tells token histories apart well enough."""
-    return hash(tuple(tokens)) % 251 + 1
-
-
-def run(bench: Bench, tokens: list[int]) -> LaneMemory:
-    """A lane that computes its whole prompt and commits it."""
-    lane = bench.admit(tokens)
-    assert lane is not None
-    bench.compute(lane, tokens, lane.frontier, len(tokens))
-    bench.cache.commit(lane, array("i", tokens), len(tokens))
-    return lane
-
-
-def finish(bench: Bench, lane: LaneMemory, tokens: list[int]) -> None:
-    bench.lanes = [(other, t) for other, t in bench.lanes if other is not lane]
-    bench.cache.finish(lane, array("i", tokens), len(tokens))
+from cache_bench import BLOCK, Bench, signature
+from slab_pool import CopyFailed
 
 
 def test_an_endpoint_takes_the_slot_and_the_partial_page_over() -> None:
     bench = Bench()
     tokens = list(range(150))
-    lane = run(bench, tokens)
+    lane = bench.run(tokens)
     slot, partial = lane.slot, lane.pages[2]
-    finish(bench, lane, tokens)
+    bench.finish(lane, tokens)
     bench.check()
     following = [*tokens, 7, 8]
     resumed = bench.admit(following)
@@ -141,8 +54,8 @@ def test_a_block_that_is_there_already_stays_private() -> None:
     assert one.private == {one.pages[2]}
     assert two.private == set(two.pages)
     bench.check()
-    finish(bench, one, tokens)
-    finish(bench, two, tokens)
+    bench.finish(one, tokens)
+    bench.finish(two, tokens)
     bench.check()
     assert bench.cache.index.stats().snapshots == 1
 
@@ -150,7 +63,7 @@ def test_a_block_that_is_there_already_stays_private() -> None:
 def test_a_request_that_finds_no_room_changes_nothing() -> None:
     bench = Bench(pages=6)
     tokens = list(range(130))
-    finish(bench, run(bench, tokens), tokens)
+    bench.run(tokens, finish=True)
     assert bench.admit([5], total=4 * BLOCK) is not None
     before, stats = bench.cache.index.digest(), bench.cache.stats()
     assert bench.admit([*tokens, 1, 2, 3], total=5 * BLOCK) is None
@@ -165,7 +78,7 @@ def test_a_shallower_place_is_taken_where_the_deepest_does_not_fit() -> None:
     than there is, so the whole prompt is computed."""
     bench = Bench(pages=4)
     tokens = list(range(150))
-    finish(bench, run(bench, tokens), tokens)  # two blocks and a tail; one page is free
+    bench.run(tokens, finish=True)  # two blocks and a tail; one page is free
     lane = bench.admit([*tokens, 1], total=4 * BLOCK)
     assert lane is not None
     assert lane.frontier == 0
@@ -205,7 +118,7 @@ def test_taps_beyond_the_snapshot_slots_are_counted() -> None:
 def test_growth_takes_what_the_cache_can_spare_and_no_more() -> None:
     bench = Bench(pages=6, lanes=2)
     tokens = list(range(130))
-    finish(bench, run(bench, tokens), tokens)  # three pages of cache
+    bench.run(tokens, finish=True)  # three pages of cache
     lane = bench.admit([1, 2], total=BLOCK, reuse=False)
     assert lane is not None
     assert bench.cache.grow(lane, 6 * BLOCK)
@@ -215,14 +128,167 @@ def test_growth_takes_what_the_cache_can_spare_and_no_more() -> None:
     bench.check()
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_random_lives_lose_and_double_nothing(seed: int) -> None:
-    """Lanes with shared prefixes come, compute, tap, end in every way; whatever a lane resumes from is right."""
-    rng = random.Random(seed)
-    bench = Bench(pages=rng.randint(8, 24), lanes=rng.randint(1, 4), snapshots=rng.randint(1, 4))
+# ---- the Host tier ----------------------------------------------------------------------------------------------
+
+
+def test_what_left_the_device_comes_back_from_the_host() -> None:
+    bench = Bench(slabs=40)
+    tokens = list(range(150))
+    bench.run(tokens, finish=True)
+    bench.land_all()
+    bench.lose_device()
+    bench.memory.pages[1:] = 0xEE
+    bench.memory.states[1:] = 0xEE
+    following = [*tokens, 7, 8, 9]
+    lane = bench.admit(following)
+    assert lane is not None
+    assert lane.frontier == 150
+    assert lane.restore is not None
+    bench.compute(lane, following, 150, 153)
+    tail = bench.memory.pages[lane.pages[2]]
+    assert (tail == signature(following)).all()
+    bench.finish(lane, following)
+    bench.check_nothing_is_lost()
+
+
+def test_a_restore_lands_in_the_order_of_a_pass() -> None:
+    """Each part is there when its layer has waited, and no later one needs to be."""
+    bench = Bench(slabs=40)
+    tokens = list(range(150))
+    bench.run(tokens, finish=True)
+    bench.land_all()
+    bench.lose_device()
+    lane = bench.admit([*tokens, 1])
+    assert lane is not None
+    assert lane.restore is not None
+    layout, states = bench.memory.page_layout, bench.memory.state_layout
+    page = bench.memory.pages[lane.pages[0], layout.layer_range(0).begin : layout.layer_range(0).end]
+    state = bench.memory.states[lane.slot, states.layer_range(0).begin : states.layer_range(0).end]
+    assert bench.reads.num_pending_parts == 3
+    lane.restore.wait_for_prelude()
+    assert bench.reads.num_pending_parts == 2
+    assert (bench.memory.pages[lane.pages[2]] == signature(tokens)).all()  # the tail
+    assert (state != signature(tokens)).all()
+    lane.restore.wait_for_layer(0)  # Gated DeltaNet
+    assert bench.reads.num_pending_parts == 1
+    assert (state == signature(tokens)).all()
+    assert (page != signature(tokens[:64])).all()
+    lane.restore.wait_for_layer(1)  # attention
+    assert (page == signature(tokens[:64])).all()
+
+
+def test_blocks_that_are_still_arriving_are_not_offered_to_others() -> None:
+    bench = Bench(slabs=40)
+    tokens = list(range(150))
+    bench.run(tokens, finish=True)
+    bench.land_all()
+    bench.lose_device()
+    first = bench.admit([*tokens, 1])
+    second = bench.admit([*tokens, 2])
+    assert first is not None
+    assert second is not None
+    assert (first.frontier, second.frontier) == (150, 0)
+    bench.land_all()
+    third = bench.admit([*tokens, 3])
+    assert third is not None
+    assert third.frontier == 150
+    bench.compute(third, [*tokens, 3], 150, 151)
+
+
+def test_a_lane_cancelled_before_its_first_pass_leaves_its_memory_to_the_copies() -> None:
+    bench = Bench(slabs=40)
+    tokens = list(range(150))
+    bench.run(tokens, finish=True)
+    bench.land_all()
+    bench.lose_device()
+    lane = bench.admit([*tokens, 1])
+    assert lane is not None
+    slot, own = lane.slot, set(lane.private)
+    bench.abandon(lane)
+    taken = []
+    while (other := bench.admit([len(taken)], reuse=False)) is not None:
+        taken.append(other)
+        assert other.slot != slot
+        assert not own & set(other.pages)
+        if len(taken) == 3:
+            break
+    bench.land_all()
+    for other in taken:
+        assert not bench.memory.states[other.slot].any(), "a late copy wrote into another's state"
+        bench.abandon(other)
+    bench.check_nothing_is_lost()
+
+
+def test_a_source_is_not_evicted_while_it_is_read() -> None:
+    """The slabs a restore reads from stay where they are, even when the lane is gone and the tier is emptied."""
+    bench = Bench(slabs=40)
+    tokens = list(range(150))
+    bench.run(tokens, finish=True)
+    bench.land_all()
+    bench.lose_device()
+    before = bench.cache.stats().host
+    lane = bench.admit([*tokens, 1])
+    assert lane is not None
+    assert before is not None
+    bench.abandon(lane)
+    freed = bench.cache.index.evict_host(before.slabs_total)
+    assert not freed.slabs
+    bench.land_all()
+    assert bench.cache.index.evict_host(before.slabs_total).slabs
+
+
+def test_only_what_the_host_lacks_is_written() -> None:
+    bench = Bench(slabs=60)
+    tokens = list(range(130))
+    bench.run(tokens, finish=True)
+    bench.land_all()
+    stats = bench.cache.stats().host
+    assert stats is not None
+    page_bytes, image_bytes = bench.memory.page_layout.page_bytes, bench.memory.state_layout.image_bytes
+    assert stats.written_bytes == 3 * page_bytes + image_bytes  # two blocks, a tail, an image
+    bench.run([*tokens, *range(500, 570)], finish=True)
+    bench.land_all()
+    stats = bench.cache.stats().host
+    assert stats is not None
+    assert stats.written_bytes == (3 + 2) * page_bytes + 2 * image_bytes
+
+
+def test_a_full_host_tier_keeps_what_it_has_room_for() -> None:
+    bench = Bench(slabs=5, pages=40)
+    for start in range(0, 4000, 1000):
+        bench.run(list(range(start, start + 200)), finish=True)
+        bench.land_all()
+        bench.check()
+    bench.check_nothing_is_lost()
+
+
+def test_a_failed_copy_is_told_to_the_owner() -> None:
+    bench = Bench(slabs=40)
+    bench.run(list(range(150)), finish=True)
+    bench.writes.fail_copy(1)
+    bench.writes.land_all()
+    with pytest.raises(CopyFailed):
+        bench.cache.poll()
+
+
+# ---- random lives -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slabs", [0, 6, 30, 200])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_lives_lose_and_double_nothing(seed: int, slabs: int) -> None:
+    """Lanes with shared prefixes come, compute, tap and end in every way while copies land late; whatever a lane
+    resumes from is its own."""
+    rng = random.Random(seed * 1000 + slabs)
+    bench = Bench(pages=rng.randint(8, 24), lanes=rng.randint(1, 4), snapshots=rng.randint(1, 4), slabs=slabs)
     trunk = [rng.randrange(1000) for _ in range(400)]
     computed: dict[int, int] = {}
+    resumed = restored = 0
     for _ in range(150):
+        if rng.random() < 0.5:
+            bench.writes.land(rng.randint(0, 2))
+            bench.reads.land(rng.randint(0, 3))
+        bench.cache.poll()
         if bench.lanes and rng.random() < 0.7:
             lane, tokens = rng.choice(bench.lanes)
             text = tokens.tolist()
@@ -233,8 +299,7 @@ def test_random_lives_lose_and_double_nothing(seed: int) -> None:
                 taps = bench.cache.claim_taps(lane, [p for p in (at + 1, end) if rng.random() < 0.4 and p <= end])
                 if rng.random() < 0.15:  # the pass fails
                     bench.cache.drop_taps(taps)
-                    bench.lanes = [(other, t) for other, t in bench.lanes if other is not lane]
-                    bench.cache.abandon(lane)
+                    bench.abandon(lane)
                 else:
                     bench.compute(lane, text, at, end)
                     for tap in taps:
@@ -244,24 +309,18 @@ def test_random_lives_lose_and_double_nothing(seed: int) -> None:
                         bench.cache.publish_tap(lane, tokens, tap)
                     computed[id(lane)] = end
             elif action < 0.9:
-                finish(bench, lane, text[:at])
+                bench.finish(lane, text[:at])
         elif len(bench.lanes) < bench.cache.block_tables.shape[0]:
             length = rng.randint(1, min(400, (bench.cache.stats().pages_total - 1) * BLOCK))
             text = [*trunk[: rng.randint(0, length)], *(rng.randrange(1000) for _ in range(rng.randint(1, 40)))]
             new = bench.admit(text, reuse=rng.random() < 0.9) if len(text) <= 20 * BLOCK else None
             if new is not None:
                 computed[id(new)] = new.frontier
-                if new.frontier:
-                    state = bench.memory.states[new.slot]
-                    assert (state == signature(text[: new.frontier])).all(), "resumed from another's state"
-                for block in range(new.frontier // BLOCK):
-                    page = bench.memory.pages[new.pages[block]]
-                    assert (page == signature(text[: (block + 1) * BLOCK])).all(), "resumed over another's page"
+                resumed += new.frontier > 0
+                restored += new.restore is not None
         bench.check()
     for lane, tokens in list(bench.lanes):
-        finish(bench, lane, tokens.tolist()[: computed[id(lane)]])
-    bench.check()
-    stats = bench.cache.stats()
-    freed = bench.cache.index.evict_device(stats.pages_total)
-    assert len(freed.pages) + stats.pages_free == stats.pages_total
-    assert len(freed.slots) + stats.slots_free == stats.slots_total
+        bench.finish(lane, tokens.tolist()[: computed[id(lane)]])
+    bench.check_nothing_is_lost()
+    assert resumed > 0
+    assert restored > 0 or slabs < 30

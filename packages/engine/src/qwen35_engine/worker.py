@@ -203,8 +203,11 @@ class Worker:
         """Start waiting requests in their order; the first that finds no room makes the rest wait too."""
         while self._waiting and len(self._lanes) < self._options.max_concurrency:
             job = self._waiting[0]
-            room = min(job.max_tokens, OUTPUT_WINDOW_TOKENS)
-            memory = self._cache.admit(job.prompt, total_tokens=len(job.tokens) + room)
+            total_tokens = len(job.tokens) + min(job.max_tokens, OUTPUT_WINDOW_TOKENS)
+            memory = self._cache.admit(job.prompt, total_tokens=total_tokens)
+            if memory is None and not self._lanes and self._cache.drain():
+                # Only copies hold what is missing, and they have just landed.
+                memory = self._cache.admit(job.prompt, total_tokens=total_tokens)
             if memory is None and self._lanes:
                 return
             with self._changed:

@@ -92,10 +92,16 @@ class PrefixCache:
         if self._transfers is not None:
             self._transfers.poll()
 
-    def drain(self) -> None:
-        """Wait for every copy and settle it."""
-        if self._transfers is not None:
-            self._transfers.drain()
+    def drain(self) -> bool:
+        """Wait for every copy and settle it; whether there was any.
+
+        Raises:
+            CopyFailed: one failed; the engine has to end.
+        """
+        if self._transfers is None or not len(self._transfers):
+            return False
+        self._transfers.drain()
+        return True
 
     def admit(self, prompt: Prompt | None, *, total_tokens: int) -> LaneMemory | None:
         """See ``Admission.admit``."""

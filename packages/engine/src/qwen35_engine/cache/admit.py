@@ -85,9 +85,11 @@ class Admission:
 
         Returns:
             The lane's memory. Its slot holds the state of its frontier once ``restore``, if there is one, has landed.
-            None when the pages that running sequences hold leave no room; then nothing has changed.
+            None when what running sequences and copies on their way hold leaves no room; then nothing has changed.
         """
         blocks = -(-total_tokens // BLOCK_TOKENS)
+        if not len(self._space.slots):
+            return None  # a cancelled lane's restore still writes to one
         if prompt is None:
             return self._start(self._space.take_pages(blocks), None) if self._space.page_room() >= blocks else None
         match = self._index.match(prompt)

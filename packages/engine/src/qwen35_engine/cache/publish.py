@@ -54,7 +54,7 @@ class Publisher:
         if lane.lease is None:
             return taps
         for position in positions:
-            if self._space.claim_snapshot_slot(lane.lease, position):
+            if self._space.claim_snapshot_slot(lane.lease, position) and len(self._space.slots):
                 taps.append(Tap(position, self._space.take_snapshot_slot()))
             else:
                 self.taps_skipped += 1

@@ -1,0 +1,175 @@
+"""A cache over a small memory, no model: tests write recognisable bytes where a pass would write KV and state."""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+
+from qwen35_engine.cache import LaneMemory, PrefixCache
+from qwen35_engine.host import HostTier
+from qwen35_engine.memory import DeviceMemory
+from qwen35_kernels import KVProfile, PageLayout, StateLayout
+from slab_pool.testing import ManualCopyStream
+
+BLOCK = 64
+
+
+def small_memory(num_pages: int, num_slots: int) -> DeviceMemory:
+    """Two layers, one of each kind; an image takes three slabs, the last of them partly."""
+    memory = DeviceMemory(
+        page_layout=PageLayout(profile=KVProfile.FP32, num_layers=1, num_kv_heads=1, head_dim=16),
+        state_layout=StateLayout(
+            num_layers=1,
+            num_value_heads=1,
+            key_dim=64,
+            value_dim=80,
+            conv_channels=16,
+            conv_width=4,
+            conv_dtype=torch.float32,
+            hidden_size=16,
+            hidden_dtype=torch.float32,
+        ),
+        layers=[True, False],
+        num_pages=num_pages,
+        num_slots=num_slots,
+        device=torch.device("cpu"),
+    )
+    memory.pages.zero_()
+    memory.states.zero_()
+    return memory
+
+
+def signature(tokens: list[int]) -> int:
+    """A byte that tells token histories apart well enough."""
+    return hash(tuple(tokens)) % 251 + 1
+
+
+class Bench:
+    """A cache and the lanes that run on it. With ``slabs`` there is a Host tier whose copies land only when told to, or
+    when somebody waits for them."""
+
+    def __init__(self, *, pages: int = 20, lanes: int = 3, snapshots: int = 3, slabs: int = 0) -> None:
+        self.memory = small_memory(1 + pages, 1 + lanes + snapshots)
+        self.reads = ManualCopyStream(on_wait="land")
+        self.writes = ManualCopyStream(on_wait="land")
+        self.host = None
+        if slabs:
+            slab_bytes = -(-self.memory.page_layout.page_bytes // 4096) * 4096
+            self.host = HostTier(self.memory, budget_bytes=slabs * slab_bytes, reads=self.reads, writes=self.writes)
+        self.cache = PrefixCache(
+            self.memory, max_concurrency=lanes, context_blocks=pages, snapshot_slots=snapshots, host=self.host
+        )
+        self.lanes: list[tuple[LaneMemory, array[int]]] = []
+
+    def admit(self, tokens: list[int], total: int | None = None, *, reuse: bool = True) -> LaneMemory | None:
+        prompt = self.cache.index.prepare(array("i", tokens)) if reuse else None
+        lane = self.cache.admit(prompt, total_tokens=total or len(tokens))
+        if lane is not None:
+            self.lanes.append((lane, array("i", tokens)))
+        return lane
+
+    def compute(self, lane: LaneMemory, tokens: list[int], begin: int, end: int) -> None:
+        """Write what a pass over ``tokens[begin:end]`` would: a page says which tokens it holds, a slot how far its
+        state is. The first pass waits for the lane's restore and finds what it resumes from."""
+        if lane.restore is not None:
+            lane.restore.wait_for_prelude()
+            for layer in range(2):
+                lane.restore.wait_for_layer(layer)
+            lane.restore = None
+        if begin == lane.frontier:
+            self.check_resumed(lane, tokens)
+        for block in range(begin // BLOCK, -(-end // BLOCK)):
+            assert lane.pages[block] in lane.private
+            self.memory.pages[lane.pages[block]] = signature(tokens[: min(end, (block + 1) * BLOCK)])
+        self.memory.states[lane.slot] = signature(tokens[:end])
+
+    def check_resumed(self, lane: LaneMemory, tokens: list[int]) -> None:
+        """State, whole blocks and tail are those of the lane's own tokens."""
+        if not lane.frontier:
+            assert not self.memory.states[lane.slot].any(), "a fresh state is not zero"
+            return
+        layout = self.memory.state_layout
+        expected = signature(tokens[: lane.frontier])
+        for part in (layout.layer_range(0), layout.hidden_range()):
+            got = self.memory.states[lane.slot, part.begin : part.end]
+            assert (got == expected).all(), f"resumed at {lane.frontier} from another's state"
+        for block in range(lane.frontier // BLOCK):
+            self._check_page(lane.pages[block], tokens[: (block + 1) * BLOCK])
+        if lane.frontier % BLOCK:
+            self._check_page(lane.pages[lane.frontier // BLOCK], tokens[: lane.frontier], tail=lane.frontier % BLOCK)
+
+    def _check_page(self, page: int, tokens: list[int], tail: int = 0) -> None:
+        part = self.memory.page_layout.layer_range(0)
+        row = self.memory.pages[page, part.begin : part.end]
+        if tail:
+            # Rows beyond the tail may hold what the lane that wrote it went on with.
+            return
+        assert (row == signature(tokens)).all(), "resumed over another's page"
+
+    def finish(self, lane: LaneMemory, tokens: list[int]) -> None:
+        self.forget(lane)
+        self.cache.finish(lane, array("i", tokens), len(tokens))
+
+    def abandon(self, lane: LaneMemory) -> None:
+        self.forget(lane)
+        self.cache.abandon(lane)
+
+    def forget(self, lane: LaneMemory) -> None:
+        self.lanes = [(other, tokens) for other, tokens in self.lanes if other is not lane]
+
+    def run(self, tokens: list[int], *, finish: bool = False) -> LaneMemory:
+        """A lane that computes its whole prompt and commits it."""
+        lane = self.admit(tokens)
+        assert lane is not None
+        self.compute(lane, tokens, lane.frontier, len(tokens))
+        self.cache.commit(lane, array("i", tokens), len(tokens))
+        if finish:
+            self.finish(lane, tokens)
+        return lane
+
+    def land_all(self) -> None:
+        """Everything on its way arrives and is settled."""
+        self.writes.land_all()
+        self.reads.land_all()
+        self.cache.poll()
+
+    def lose_device(self) -> None:
+        """Everything cached leaves the device, as under pressure; what has no Host copy is gone."""
+        space = self.cache._space
+        while (freed := self.cache.index.claim_slot()) is not None:
+            space.reclaim(freed)
+        space.reclaim(self.cache.index.evict_device(self.cache.stats().pages_total))
+
+    def check(self) -> None:
+        """Every page, slot and slab has one owner: a free list, a lane, or the index."""
+        index, stats = self.cache.index, self.cache.stats()
+        self.cache.check_invariants()
+        gauges = index.stats()
+        private = [page for lane, _ in self.lanes for page in lane.private]
+        assert len(set(private)) == len(private)
+        for lane, _ in self.lanes:
+            table = self.cache.block_tables[lane.row].tolist()
+            assert table[: len(lane.pages)] == lane.pages
+            assert not any(table[len(lane.pages) :])
+        if self.cache._transfers is not None and len(self.cache._transfers):
+            return  # lanes that ended before their restore landed have left pages and slots to it
+        assert stats.pages_free + len(private) + gauges.device_blocks + gauges.device_tails == stats.pages_total
+        assert stats.slots_free + len(self.lanes) + stats.snapshot_slots_used == stats.slots_total
+
+    def check_nothing_is_lost(self) -> None:
+        """With no lane left, everything the cache holds can be taken back, and then everything is free."""
+        assert not self.lanes
+        self.land_all()
+        self.check()
+        space, stats = self.cache._space, self.cache.stats()
+        self.lose_device()
+        if stats.host is not None:
+            space.reclaim(self.cache.index.evict_host(stats.host.slabs_total))
+        after = self.cache.stats()
+        assert after.pages_free == after.pages_total
+        assert after.slots_free == after.slots_total
+        assert after.snapshot_slots_used == 0
+        assert after.host is None or after.host.slabs_free == after.host.slabs_total
+        gauges = self.cache.index.stats()
+        assert gauges.blocks == gauges.snapshots == 0
