@@ -155,7 +155,7 @@ def zero_conv_history(engine: Engine) -> None:
 def take_another_state(engine: Engine) -> None:
     """That of the snapshot the lane resumed from: right once, but tokens behind."""
     memory, slot, _ = resumed_lane(engine)
-    (lane,) = engine._worker._lanes.values()
+    (lane,) = engine._worker._core._lanes.values()
     assert lane.memory.lease is not None
     memory.states[slot] = memory.states[lane.memory.lease.slot]
 
@@ -172,8 +172,8 @@ def take_another_page(engine: Engine) -> None:
 
 
 def resumed_lane(engine: Engine):  # type: ignore[no-untyped-def]
-    (lane,) = engine._worker._lanes.values()
-    return engine._worker._model._memory, lane.memory.slot, lane.memory.pages
+    (lane,) = engine._worker._core._lanes.values()
+    return engine._model._memory, lane.memory.slot, lane.memory.pages
 
 
 @pytest.mark.parametrize(

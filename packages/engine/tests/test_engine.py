@@ -105,8 +105,8 @@ def test_the_comparison_sees_two_lanes_with_swapped_states(folder: Path) -> None
 
     def swap(seed: int, step: int) -> None:
         if not done and seed == 7 and step == 4:  # the longest prompt is past its prefill, so all lanes decode
-            lanes = {lane.job.seed: lane.memory for lane in engine._worker._lanes.values()}
-            states = engine._worker._model._memory.states
+            lanes = {lane.job.seed: lane.memory for lane in engine._worker._core._lanes.values()}
+            states = engine._model._memory.states
             a, b = lanes[6].slot, lanes[7].slot
             states[[a, b]] = states[[b, a]]
             done.append(True)
@@ -259,7 +259,7 @@ def test_an_answer_ends_with_the_context(folder: Path) -> None:
 
 def test_an_answer_that_no_page_is_left_for_ends_early(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two answers that may both run to the end of the context share pages for one and a half."""
-    monkeypatch.setattr("qwen35_engine.worker.OUTPUT_WINDOW_TOKENS", 64)
+    monkeypatch.setattr("qwen35_engine.core.OUTPUT_WINDOW_TOKENS", 64)
     with engine_of(folder, kv_capacity=768, max_context=512, max_concurrency=2, prefix_reuse=False) as engine:
         streams = [engine.submit(request(tokens(64, i), max_tokens=None)) for i in range(2)]
         ends = [list(stream)[-1] for stream in streams]
@@ -325,7 +325,7 @@ def test_cancel_while_waiting_and_while_running(folder: Path) -> None:
 def test_a_cancelled_prompt_leaves_what_it_computed(folder: Path) -> None:
     prompt = tokens(600, 12)
     with engine_of(folder, prefill_chunk=64) as engine:
-        model = engine._worker._model
+        model = engine._model
         passes = []
         third = threading.Event()
         cancelled = threading.Event()
@@ -392,8 +392,8 @@ def test_a_lane_that_turns_nan_ends_alone_and_leaves_nothing(folder: Path) -> No
                 hidden[0] = float("nan")
             return hidden
 
-        real = engine._worker._model.decode
-        poison(engine._worker._model, "decode", one_row)
+        real = engine._model.decode
+        poison(engine._model, "decode", one_row)
         streams = [engine.submit(request(prompt, 12)) for prompt in prompts]
         events = [list(stream) for stream in streams]
         failed = [isinstance(list_[-1], Failed) for list_ in events]
@@ -402,7 +402,7 @@ def test_a_lane_that_turns_nan_ends_alone_and_leaves_nothing(folder: Path) -> No
         assert isinstance(events[ill][-1].error, ExecutionError)  # type: ignore[union-attr]
         ids = [i for event in events[well] if isinstance(event, NewTokens) for i in event.ids]
         assert ids == expected[well]
-        engine._worker._model.decode = real  # type: ignore[method-assign]
+        engine._model.decode = real  # type: ignore[method-assign]
         # Whole blocks of the prompt were sound and stay; there is no snapshot to resume from.
         again, usage = run(engine, request(prompts[ill], 12))
         assert (again, usage.cached_tokens) == (expected[ill], 0)
@@ -410,7 +410,7 @@ def test_a_lane_that_turns_nan_ends_alone_and_leaves_nothing(folder: Path) -> No
 
 def test_a_prefill_that_raises_fails_its_request_only(folder: Path) -> None:
     with engine_of(folder) as engine:
-        model = engine._worker._model
+        model = engine._model
         real = model.prefill
 
         def broken(**arguments: Any) -> torch.Tensor:

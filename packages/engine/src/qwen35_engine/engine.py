@@ -17,6 +17,7 @@ from qwen35_kernels import BLOCK_TOKENS, KVProfile, PageLayout, StateLayout
 
 from .cache import CacheStats, PrefixCache
 from .checkpoint.config import LINEAR, ModelConfig, read_config
+from .core import Core, Job
 from .errors import ContextLengthExceeded, RequestError
 from .host import HostTier
 from .memory import DeviceMemory
@@ -25,7 +26,7 @@ from .model.weights import ModelWeights, load_weights
 from .options import EffectiveOptions, EngineOptions
 from .request import GenerationRequest, TokenStream
 from .sampling import KernelSampler, Sampler
-from .worker import Job, Worker
+from .worker import Worker
 
 __all__ = ["Engine", "EngineStats"]
 
@@ -107,12 +108,18 @@ class Engine:
             host=self._host,
         )
         self._ids = count(1)
+        self._model = Qwen35Model(config, weights, memory)
         self._worker = Worker(
-            model=Qwen35Model(config, weights, memory),
-            cache=self._cache,
-            sampler=sampler or KernelSampler(),
-            options=self.options,
-            device=device,
+            lambda on_end: Core(
+                model=self._model,
+                cache=self._cache,
+                sampler=sampler or KernelSampler(),
+                options=self.options,
+                device=device,
+                on_end=on_end,
+            ),
+            max_running=self.options.max_concurrency,
+            max_waiting=self.options.max_pending,
             threads=options.threads,
         )
         logger.info(

@@ -1,0 +1,302 @@
+"""The engine's loop without its thread: admit, step, publish. Synchronous, so that tests can drive it step by step.
+
+A turn settles the copies that have landed, starts waiting requests, computes one prefill chunk of the oldest prompt
+still being computed, then one token of every lane past its prompt. Tokens leave through each request's stream.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from prefix_index import Prompt
+from qwen35_kernels import BLOCK_TOKENS
+from slab_pool import CopyFailed
+
+from .cache import LaneMemory, PrefixCache
+from .errors import EngineError, ExecutionError, RequestError
+from .options import OUTPUT_WINDOW_TOKENS, EffectiveOptions
+from .request import Event, Failed, Finished, FinishReason, GenerationRequest, NewTokens, Started, TokenStream, Usage
+from .sampling import Sampler, SamplingRow
+from .scheduler import LaneView, PrefillChunk, plan_step
+
+__all__ = ["Core", "Job", "Model"]
+
+logger = logging.getLogger(__name__)
+
+
+class Model(Protocol):
+    """What the loop needs of a model; see ``model.qwen35.Qwen35Model`` for the contract of each call."""
+
+    def prefill(
+        self,
+        *,
+        tokens: Tensor,
+        base: int,
+        block_table: Tensor,
+        slot: int,
+        taps: Sequence[tuple[int, int]] = (),
+        before_layer: Callable[[int], None] | None = None,
+    ) -> Tensor: ...
+
+    def decode(self, *, tokens: Tensor, positions: Tensor, block_tables: Tensor, slots: Tensor) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A request on its way to the worker. ``prompt`` is None where the request does not use the cache."""
+
+    stream: TokenStream
+    request: GenerationRequest
+    tokens: array[int]
+    prompt: Prompt | None
+    max_tokens: int
+    seed: int
+
+
+@dataclass(eq=False)
+class _Lane:
+    """A running sequence. ``tokens`` are the prompt and every token drawn; the first ``computed`` have KV and state."""
+
+    number: int
+    job: Job
+    memory: LaneMemory
+    tokens: array[int]
+    computed: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.job.tokens)
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+
+class Core:
+    """Lanes, the line of waiting requests, cache and model. One thread at a time."""
+
+    def __init__(
+        self,
+        *,
+        model: Model,
+        cache: PrefixCache,
+        sampler: Sampler,
+        options: EffectiveOptions,
+        device: torch.device,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_end`` is called for each request that ends, just before its stream is told."""
+        self.cache = cache
+        self._model = model
+        self._sampler = sampler
+        self._options = options
+        self._device = device
+        self._on_end = on_end
+        self._waiting: deque[Job] = deque()
+        self._lanes: dict[int, _Lane] = {}
+        self._next_lane = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._lanes)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._lanes or self._waiting)
+
+    def add(self, jobs: Iterable[Job]) -> None:
+        """Put requests at the end of the line."""
+        self._waiting.extend(jobs)
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        """End these requests wherever they are; ids of none are ignored."""
+        for job in [job for job in self._waiting if job.stream.request_id in request_ids]:
+            self._waiting.remove(job)
+            usage = Usage(prompt_tokens=len(job.tokens), cached_tokens=0, completion_tokens=0)
+            self._end(job, Finished("cancelled", usage))
+        for lane in [lane for lane in self._lanes.values() if lane.job.stream.request_id in request_ids]:
+            self._finish(lane, "cancelled")
+
+    def fail_all(self, error: EngineError) -> None:
+        """Tell every open request that it ends here. The cache is not touched any more."""
+        left = [*self._waiting, *(lane.job for lane in self._lanes.values())]
+        self._waiting.clear()
+        self._lanes.clear()
+        for job in left:
+            self._end(job, Failed(error))
+
+    def turn(self) -> None:
+        """Settle copies, admit, step.
+
+        Raises:
+            CopyFailed: a copy failed; nothing can go on.
+        """
+        self.cache.poll()
+        self._admit()
+        self._step()
+
+    def _admit(self) -> None:
+        """Start waiting requests in their order; the first that finds no room makes the rest wait too."""
+        while self._waiting and len(self._lanes) < self._options.max_concurrency:
+            job = self._waiting[0]
+            total_tokens = len(job.tokens) + min(job.max_tokens, OUTPUT_WINDOW_TOKENS)
+            memory = self.cache.admit(job.prompt, total_tokens=total_tokens)
+            if memory is None and not self._lanes and self.cache.drain():
+                # Only copies hold what is missing, and they have just landed.
+                memory = self.cache.admit(job.prompt, total_tokens=total_tokens)
+            if memory is None and self._lanes:
+                return
+            self._waiting.popleft()
+            if memory is None:
+                # Nothing runs, so nothing will ever be given back: waiting would not end.
+                self._end(job, Failed(RequestError("the request does not fit an empty cache")))
+                continue
+            lane = _Lane(self._next_lane, job, memory, job.tokens[:], memory.frontier)
+            self._lanes[lane.number] = lane
+            self._next_lane += 1
+            job.stream.put(Started(memory.frontier))
+
+    def _step(self) -> None:
+        views = [
+            LaneView(lane=lane.number, computed=lane.computed, prompt_tokens=lane.prompt_tokens)
+            for lane in self._lanes.values()
+        ]
+        plan = plan_step(views, prefill_chunk=self._options.prefill_chunk, block_tokens=BLOCK_TOKENS)
+        if plan.prefill is not None:
+            self._prefill(self._lanes[plan.prefill.lane], plan.prefill)
+        if plan.decode:
+            self._decode([self._lanes[number] for number in plan.decode])
+
+    # ---- prefill ------------------------------------------------------------------------------------------------
+
+    def _prefill(self, lane: _Lane, chunk: PrefillChunk) -> None:
+        memory = lane.memory
+        wanted = [p for p in lane.job.request.tap_positions if chunk.begin < p <= chunk.end]
+        taps = self.cache.claim_taps(memory, wanted)
+        restore = memory.restore
+        try:
+            if restore is not None:
+                restore.wait_for_prelude()
+            hidden = self._model.prefill(
+                tokens=self._to_device(lane.tokens[chunk.begin : chunk.end]),
+                base=chunk.begin,
+                block_table=self.cache.block_tables[memory.row],
+                slot=memory.slot,
+                taps=[(tap.position, tap.slot) for tap in taps],
+                before_layer=None if restore is None else restore.wait_for_layer,
+            ).unsqueeze(0)
+            _require_finite(hidden)
+        except CopyFailed:
+            raise  # what else was copied is in doubt as well: this ends the engine
+        except Exception as error:
+            self.cache.drop_taps(taps)
+            self._fail(lane, error)
+            return
+        memory.restore = None  # every layer has waited for its part
+        lane.computed = chunk.end
+        self.cache.commit(memory, lane.tokens, lane.computed)
+        for tap in taps:
+            self.cache.publish_tap(memory, lane.tokens, tap)
+        if lane.computed == lane.prompt_tokens:
+            self._extend([lane], hidden)
+
+    # ---- decode -------------------------------------------------------------------------------------------------
+
+    def _decode(self, lanes: Sequence[_Lane]) -> None:
+        running = []
+        for lane in lanes:
+            if self.cache.grow(lane.memory, lane.computed + 1):
+                running.append(lane)
+            else:
+                self._finish(lane, "length")
+        if not running:
+            return
+        width = max(lane.computed // BLOCK_TOKENS for lane in running) + 1
+        rows = torch.tensor([lane.memory.row for lane in running], device=self._device)
+        try:
+            hidden = self._model.decode(
+                tokens=self._to_device(array("i", [lane.tokens[lane.computed] for lane in running])),
+                positions=torch.tensor([lane.computed for lane in running], device=self._device),
+                block_tables=self.cache.block_tables[rows, :width],
+                slots=torch.tensor([lane.memory.slot for lane in running], device=self._device),
+            )
+        except Exception as error:
+            for lane in running:
+                self._fail(lane, error)
+            return
+        sound = torch.isfinite(hidden).all(dim=-1).tolist()
+        if not all(sound):
+            for lane, fine in zip(running, sound, strict=True):
+                if not fine:
+                    self._fail(lane, ArithmeticError("the hidden state is not finite"))
+            hidden = hidden[torch.tensor(sound, device=self._device)]
+            running = [lane for lane, fine in zip(running, sound, strict=True) if fine]
+        for lane in running:
+            lane.computed += 1
+            self.cache.commit(lane.memory, lane.tokens, lane.computed)
+        if running:
+            self._extend(running, hidden)
+
+    def _extend(self, lanes: Sequence[_Lane], hidden: Tensor) -> None:
+        """Draw one token for each lane from its last hidden state and hand it out."""
+        rows = [
+            SamplingRow(
+                lane.job.stream.request_id,
+                lane.job.request.sampling,
+                lane.job.seed,
+                lane.completion_tokens,
+            )
+            for lane in lanes
+        ]
+        ids = self._sampler(self._model.logits(hidden), rows)
+        for lane, token in zip(lanes, ids, strict=True):
+            lane.tokens.append(token)
+            lane.job.stream.put(NewTokens((token,)))
+            if token in lane.job.request.stop_token_ids:
+                self._finish(lane, "stop")
+            elif lane.completion_tokens >= lane.job.max_tokens:
+                self._finish(lane, "length")
+
+    # ---- ends ---------------------------------------------------------------------------------------------------
+
+    def _finish(self, lane: _Lane, reason: FinishReason) -> None:
+        del self._lanes[lane.number]
+        self.cache.finish(lane.memory, lane.tokens, lane.computed)
+        self._end(lane.job, Finished(reason, _usage(lane)))
+
+    def _fail(self, lane: _Lane, error: Exception) -> None:
+        """End one lane whose pass failed; nothing of that pass is published."""
+        logger.error("request %d failed: %s", lane.job.stream.request_id, error)
+        del self._lanes[lane.number]
+        self.cache.abandon(lane.memory)
+        self._end(lane.job, Failed(ExecutionError(f"the forward pass failed: {type(error).__name__}")))
+
+    def _end(self, job: Job, event: Event) -> None:
+        self._on_end()
+        job.stream.put(event)
+
+    def _to_device(self, tokens: array[int]) -> Tensor:
+        return torch.tensor(tokens, dtype=torch.int64).to(self._device)
+
+
+def _usage(lane: _Lane) -> Usage:
+    return Usage(
+        prompt_tokens=lane.prompt_tokens,
+        cached_tokens=lane.memory.frontier,
+        completion_tokens=lane.completion_tokens,
+    )
+
+
+def _require_finite(hidden: Tensor) -> None:
+    if not bool(torch.isfinite(hidden).all()):
+        raise ArithmeticError("the hidden state is not finite")
