@@ -1,0 +1,297 @@
+"""The state machine under fire: any schedule of requests, cancels, failures and late copies gives every request the
+tokens it would have been given alone, and loses nothing."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cache_bench import Bench
+from fake_model import VOCAB, FakeModel, continuation
+from qwen35_engine import (
+    EngineClosed,
+    Failed,
+    Finished,
+    GenerationRequest,
+    NewTokens,
+    SamplingParams,
+    Started,
+    TokenStream,
+)
+from qwen35_engine.core import Core, Job
+from qwen35_engine.options import EffectiveOptions
+from qwen35_engine.sampling import KernelSampler
+from slab_pool import CopyFailed
+
+GREEDY = SamplingParams(temperature=0)
+
+
+class Rig:
+    """A core over the fake model, small memory and copies that land when told to."""
+
+    def __init__(
+        self, *, pages: int = 20, lanes: int = 3, snapshots: int = 4, slabs: int = 60, prefill_chunk: int = 96
+    ) -> None:
+        self.bench = Bench(pages=pages, lanes=lanes, snapshots=snapshots, slabs=slabs)
+        self.model = FakeModel(self.bench.memory)
+        self.max_context = pages * 64
+        self.core = Core(
+            model=self.model,
+            cache=self.bench.cache,
+            sampler=KernelSampler(),
+            options=EffectiveOptions(
+                max_context=self.max_context,
+                max_concurrency=lanes,
+                max_pending=100,
+                prefill_chunk=prefill_chunk,
+                num_blocks=pages,
+                snapshot_slots=snapshots,
+                host_cache_bytes=0,
+                prefix_reuse=True,
+            ),
+            device=torch.device("cpu"),
+        )
+        self._next = 0
+        self.open: dict[int, tuple[TokenStream, list[int], int]] = {}
+        self.ended: list[tuple[Finished | Failed, list[int]]] = []
+        self.spoiled: set[int] = set()
+        self._got: dict[int, list[int]] = {}
+
+    def submit(self, prompt: list[int], max_tokens: int, **changes: Any) -> int:
+        self._next += 1
+        stream = TokenStream(self._next, lambda _: None, None)
+        request = GenerationRequest(tokens=prompt, sampling=GREEDY, max_tokens=max_tokens, **changes)
+        tokens = array("i", prompt)
+        index = self.bench.cache.index
+        self.core.add(
+            [
+                Job(
+                    stream=stream,
+                    request=request,
+                    tokens=tokens,
+                    prompt=index.prepare(tokens, namespace=request.namespace) if request.reuse else None,
+                    max_tokens=min(max_tokens, self.max_context - len(prompt)),
+                    seed=0,
+                )
+            ]
+        )
+        self.open[self._next] = (stream, prompt, max_tokens)
+        self._got[self._next] = []
+        return self._next
+
+    def spoil(self, slots: set[int], lane: Any) -> None:
+        """Make the lane's next pass fail, by adding its slot to one of the model's sets."""
+        slots.add(lane.memory.slot)
+        self.spoiled.add(lane.job.stream.request_id)
+
+    def turn(self) -> None:
+        # A spoiled lane may have ended meanwhile, and its slot may be another's in a moment.
+        slots = {lane.memory.slot for lane in self.core._lanes.values()}
+        self.model.nan_slots &= slots
+        self.model.broken_slots &= slots
+        self.core.turn()
+        self.read()
+
+    def read(self) -> None:
+        """Take every stream's events; each answer must be what the tokens alone say, however far it got."""
+        for request_id, (stream, prompt, max_tokens) in list(self.open.items()):
+            got = self._got[request_id]
+            for event in stream.take():
+                match event:
+                    case Started(cached):
+                        assert not got
+                        assert cached < len(prompt)
+                    case NewTokens(ids):
+                        got += ids
+                    case Finished() | Failed():
+                        del self.open[request_id]
+                        self.ended.append((event, got))
+                        assert got == continuation(prompt, len(got)), f"request {request_id}: wrong tokens"
+                        if isinstance(event, Finished):
+                            assert event.usage.completion_tokens == len(got)
+                            assert event.usage.prompt_tokens == len(prompt)
+                            if event.reason == "length":
+                                assert len(got) <= max_tokens
+                        else:
+                            assert request_id in self.spoiled
+
+    def run_dry(self) -> None:
+        """Turns until nothing is left to do."""
+        for _ in range(10_000):
+            if not self.core.has_work:
+                break
+            self.turn()
+        self.read()
+        assert not self.open, "requests were never answered"
+
+    def check(self) -> None:
+        self.bench.lanes = [(lane.memory, lane.tokens) for lane in self.core._lanes.values()]
+        self.bench.check()
+
+
+def tokens_of(seed: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+
+
+TRUNK = tokens_of(0, 700)
+
+
+class Schedules(RuleBasedStateMachine):
+    @initialize(
+        pages=st.integers(10, 24),
+        lanes=st.integers(1, 4),
+        snapshots=st.integers(1, 5),
+        slabs=st.sampled_from([0, 5, 20, 80]),
+        prefill_chunk=st.sampled_from([33, 64, 100, 300]),
+    )
+    def start(self, pages: int, lanes: int, snapshots: int, slabs: int, prefill_chunk: int) -> None:
+        self.rig = Rig(pages=pages, lanes=lanes, snapshots=snapshots, slabs=slabs, prefill_chunk=prefill_chunk)
+        self.conversations: list[list[int]] = []
+
+    @rule(
+        shared=st.integers(0, 500),
+        own=st.integers(1, 60),
+        seed=st.integers(1, 5),
+        max_tokens=st.integers(1, 70),
+        taps=st.lists(st.floats(0, 1), max_size=3),
+        namespace=st.sampled_from([b"", b"", b"other"]),
+        reuse=st.sampled_from([True, True, True, False]),
+    )
+    def submit(
+        self, shared: int, own: int, seed: int, max_tokens: int, taps: list[float], namespace: bytes, reuse: bool
+    ) -> None:
+        prompt = [*TRUNK[:shared], *tokens_of(seed, own)][: self.rig.max_context - 1]
+        positions = tuple(max(1, round(tap * len(prompt))) for tap in taps)
+        self.rig.submit(prompt, max_tokens, tap_positions=positions, namespace=namespace, reuse=reuse)
+        self.conversations.append([*prompt, *continuation(prompt, min(max_tokens, 20))])
+
+    @precondition(lambda self: self.conversations)
+    @rule(data=st.data(), own=st.integers(1, 30), max_tokens=st.integers(1, 30))
+    def follow_up(self, data: st.DataObject, own: int, max_tokens: int) -> None:
+        history = data.draw(st.sampled_from(self.conversations))
+        prompt = [*history, *tokens_of(own, own)][: self.rig.max_context - 1]
+        self.rig.submit(prompt, max_tokens)
+
+    @rule(count=st.integers(1, 6))
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.rig.turn()
+
+    @rule(reads=st.integers(0, 4), writes=st.integers(0, 3))
+    def land(self, reads: int, writes: int) -> None:
+        self.rig.bench.reads.land(reads)
+        self.rig.bench.writes.land(writes)
+
+    @precondition(lambda self: self.rig.open)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.rig.core.cancel({data.draw(st.sampled_from(sorted(self.rig.open)))})
+        self.rig.read()
+
+    @precondition(lambda self: self.rig.core._lanes)
+    @rule(data=st.data())
+    def turn_nan(self, data: st.DataObject) -> None:
+        lane = data.draw(st.sampled_from(list(self.rig.core._lanes.values())))
+        self.rig.spoil(self.rig.model.nan_slots, lane)
+
+    @precondition(lambda self: any(lane.computed < lane.prompt_tokens for lane in self.rig.core._lanes.values()))
+    @rule()
+    def raise_in_prefill(self) -> None:
+        lane = next(lane for lane in self.rig.core._lanes.values() if lane.computed < lane.prompt_tokens)
+        self.rig.spoil(self.rig.model.broken_slots, lane)
+
+    @invariant()
+    def sound(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.run_dry()
+            self.rig.check()
+            self.rig.bench.check_nothing_is_lost()
+
+
+Schedules.TestCase.settings = settings(
+    max_examples=2000 if settings.get_current_profile_name() == "long" else 40,
+    stateful_step_count=40,
+    suppress_health_check=list(HealthCheck),
+)
+TestSchedules = Schedules.TestCase
+
+
+def test_the_fake_model_sees_a_wrong_byte() -> None:
+    """Any byte of state, row or tail that is not its own shows in the next token."""
+    for damage in ("state", "row", "late tail"):
+        rig = Rig(slabs=0)
+        rig.submit(tokens_of(1, 130), 40)
+        for _ in range(5):
+            rig.turn()
+        (lane,) = rig.core._lanes.values()
+        memory = rig.bench.memory
+        if damage == "state":
+            memory.states[lane.memory.slot, 77] ^= 1
+        elif damage == "row":
+            memory.pages[lane.memory.pages[0], 1000] ^= 1
+        else:
+            memory.pages[lane.memory.pages[2]] = 0xFF
+        with pytest.raises(AssertionError, match="wrong tokens"):
+            rig.run_dry()
+
+
+def test_nothing_cached_is_computed_again() -> None:
+    rig = Rig(slabs=0)
+    prompt = tokens_of(2, 200)
+    rig.submit(prompt, 10)
+    rig.run_dry()
+    assert rig.model.computed_tokens == 200 + 9
+    following = [*prompt, *continuation(prompt, 10), *tokens_of(3, 30)]
+    rig.submit(following, 5)
+    rig.run_dry()
+    assert rig.model.computed_tokens == 209 + (240 - 209) + 4
+
+
+def test_a_failed_copy_ends_the_core_and_answers_can_still_be_given() -> None:
+    rig = Rig(slabs=60)
+    history = tokens_of(4, 150)
+    rig.submit(history, 3)
+    rig.run_dry()
+    rig.bench.land_all()
+    rig.bench.lose_device()
+    rig.submit([*history, *continuation(history, 3), 1, 2], 3)
+    rig.bench.reads.fail_copy(1)
+    with pytest.raises(CopyFailed):
+        rig.turn()
+    rig.core.fail_all(EngineClosed("a copy failed"))
+    ((stream, _, _),) = rig.open.values()
+    assert isinstance(stream.take()[-1], Failed)
+
+
+def test_a_restore_is_waited_for_by_its_own_lane_only() -> None:
+    """While one lane's copies are on their way, another goes on decoding."""
+    rig = Rig(slabs=60)
+    history = tokens_of(5, 150)
+    rig.submit(history, 3)
+    rig.run_dry()
+    rig.bench.land_all()
+    rig.bench.lose_device()
+    other = rig.submit(tokens_of(6, 10), 40)
+    rig.turn()
+    waiting = rig.submit([*history, *continuation(history, 3), 1, 2], 3)
+    rig.core.cache.poll()
+    rig.core._admit()
+    (_, restored) = rig.core._lanes.values()
+    assert restored.job.stream.request_id == waiting
+    assert restored.memory.restore is not None
+    assert not restored.memory.restore.done()
+    rig.turn()
+    rig.run_dry()
+    assert len(rig.ended) == 3
+    assert other not in rig.open
