@@ -1,5 +1,5 @@
-"""Hypothesis profiles of the whole repository: the default one repeats itself, so that a run tells of the change it tests
-and not of luck; ``--hypothesis-profile=long`` searches on."""
+"""Hypothesis profiles of the whole repository: the default one repeats itself, so that a run tells of the change it
+tests and not of luck; ``--hypothesis-profile=long`` searches on."""
 
 from hypothesis import settings
 

@@ -6,6 +6,7 @@ from array import array
 
 import torch
 
+from prefix_index import Readiness
 from qwen35_engine.cache import LaneMemory, PrefixCache
 from qwen35_engine.host import HostTier
 from qwen35_engine.memory import DeviceMemory
@@ -64,9 +65,11 @@ class Bench:
 
     def admit(self, tokens: list[int], total: int | None = None, *, reuse: bool = True) -> LaneMemory | None:
         prompt = self.cache.index.prepare(array("i", tokens)) if reuse else None
-        lane = self.cache.admit(prompt, total_tokens=total or len(tokens))
-        if lane is not None:
-            self.lanes.append((lane, array("i", tokens)))
+        quote = self.cache.quote(prompt, total_tokens=total or len(tokens))
+        if quote.readiness is not Readiness.READY:
+            return None
+        lane = self.cache.start(quote)
+        self.lanes.append((lane, array("i", tokens)))
         return lane
 
     def compute(self, lane: LaneMemory, tokens: list[int], begin: int, end: int) -> None:

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from prefix_index import Prompt
+from prefix_index import Prompt, Readiness
 from qwen35_kernels import BLOCK_TOKENS
 from slab_pool import CopyFailed
 
@@ -150,17 +150,17 @@ class Core:
         while self._waiting and len(self._lanes) < self._options.max_concurrency:
             job = self._waiting[0]
             total_tokens = len(job.tokens) + min(job.max_tokens, OUTPUT_WINDOW_TOKENS)
-            memory = self.cache.admit(job.prompt, total_tokens=total_tokens)
-            if memory is None and not self._lanes and self.cache.drain():
-                # Only copies hold what is missing, and they have just landed.
-                memory = self.cache.admit(job.prompt, total_tokens=total_tokens)
-            if memory is None and self._lanes:
+            quote = self.cache.quote(job.prompt, total_tokens=total_tokens)
+            if quote.readiness is Readiness.TEMPORARILY_BLOCKED and not self._lanes and self.cache.drain():
+                # Only copies held what is missing, and they have just landed.
+                quote = self.cache.quote(job.prompt, total_tokens=total_tokens)
+            if quote.readiness is Readiness.TEMPORARILY_BLOCKED and self._lanes:
                 return
             self._waiting.popleft()
-            if memory is None:
-                # Nothing runs, so nothing will ever be given back: waiting would not end.
-                self._end(job, Failed(RequestError("the request does not fit an empty cache")))
+            if quote.readiness is not Readiness.READY:
+                self._end(job, Failed(RequestError(f"the request needs {quote.blocks} blocks, more than there are")))
                 continue
+            memory = self.cache.start(quote)
             lane = _Lane(self._next_lane, job, memory, job.tokens[:], memory.frontier)
             self._lanes[lane.number] = lane
             self._next_lane += 1

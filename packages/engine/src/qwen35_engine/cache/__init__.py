@@ -1,7 +1,7 @@
 """The binding between tokens and pages: the only code that sees both. One file per verb.
 
-``PrefixCache`` puts them together: ``admit`` makes lanes, ``publish`` commits what they compute, ``backup`` writes it
-through to the Host tier, ``transfers`` settles the copies.
+``PrefixCache`` puts them together: ``admit`` quotes and makes lanes, ``publish`` commits what they compute, ``backup``
+writes it through to the Host tier, ``transfers`` settles the copies.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from prefix_index import PrefixIndex, Prompt
+from prefix_index import CostModel, PrefixIndex, Prompt
 from qwen35_kernels import BLOCK_TOKENS
 
 from ..host import HostStats, HostTier
 from ..memory import DeviceMemory
-from .admit import Admission
+from .admit import Admission, AdmissionQuote
 from .backup import Backup
 from .lane import LaneMemory
 from .publish import Publisher, Tap
 from .space import Space
 from .transfers import Transfers
 
-__all__ = ["CacheStats", "LaneMemory", "PrefixCache", "Tap"]
+__all__ = ["AdmissionQuote", "CacheStats", "LaneMemory", "PrefixCache", "Tap"]
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,13 @@ class PrefixCache:
         snapshot_slots: int,
         host: HostTier | None = None,
     ) -> None:
+        cost = CostModel()
         self.index = PrefixIndex(
             block_tokens=BLOCK_TOKENS,
             block_bytes=memory.page_layout.page_bytes,
             image_bytes=memory.state_layout.image_bytes,
             image_slabs=host.image_slabs if host is not None else 1,
+            cost=cost,
         )
         self._host = host
         self._transfers = Transfers(self.index, host) if host is not None else None
@@ -68,6 +70,7 @@ class PrefixCache:
             self._space,
             host,
             self._transfers,
+            cost=cost,
             max_concurrency=max_concurrency,
             context_blocks=context_blocks,
         )
@@ -103,9 +106,13 @@ class PrefixCache:
         self._transfers.drain()
         return True
 
-    def admit(self, prompt: Prompt | None, *, total_tokens: int) -> LaneMemory | None:
-        """See ``Admission.admit``."""
-        return self._admission.admit(prompt, total_tokens=total_tokens)
+    def quote(self, prompt: Prompt | None, *, total_tokens: int) -> AdmissionQuote:
+        """See ``Admission.quote``."""
+        return self._admission.quote(prompt, total_tokens=total_tokens)
+
+    def start(self, quote: AdmissionQuote) -> LaneMemory:
+        """See ``Admission.start``."""
+        return self._admission.start(quote)
 
     def grow(self, lane: LaneMemory, tokens: int) -> bool:
         """See ``Admission.grow``."""

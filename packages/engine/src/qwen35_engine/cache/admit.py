@@ -1,7 +1,6 @@
 """Admission: which cached prefix a sequence resumes from, and the memory it runs in.
 
-Everything that can fail is checked before the first eviction. Pinning the path first makes the arithmetic exact: what
-is evictable then is none of the lane's own.
+A quote is arithmetic and changes nothing; what can fail is found there, before the first eviction.
 """
 
 from __future__ import annotations
@@ -12,7 +11,20 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from prefix_index import Lease, PrefixIndex, Prompt, Tier
+from prefix_index import (
+    ROOT,
+    Candidate,
+    CostModel,
+    Lease,
+    Match,
+    PoolState,
+    PrefixIndex,
+    Prompt,
+    Readiness,
+    Tier,
+    plan_admission,
+    rank_candidates,
+)
 from qwen35_kernels import BLOCK_TOKENS
 
 from ..host import HostTier, Image, Tail
@@ -21,7 +33,7 @@ from .lane import LaneMemory
 from .space import Space
 from .transfers import Transfers
 
-__all__ = ["Admission"]
+__all__ = ["Admission", "AdmissionQuote"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,19 @@ class _Missing:
         return bool(self.blocks or self.tail or self.image)
 
 
+@dataclass(frozen=True)
+class AdmissionQuote:
+    """What an admission would do. ``source`` is the snapshot to resume from, None for the first token.
+
+    Good until the cache changes next.
+    """
+
+    readiness: Readiness
+    blocks: int
+    match: Match | None
+    source: Candidate | None
+
+
 class Admission:
     """Makes lanes. ``block_tables`` is int64 ``[max_concurrency, blocks]`` on the device: row r is the lane's with that
     row, unused entries are 0, the scratch page."""
@@ -63,6 +88,7 @@ class Admission:
         host: HostTier | None,
         transfers: Transfers | None,
         *,
+        cost: CostModel,
         max_concurrency: int,
         context_blocks: int,
     ) -> None:
@@ -71,39 +97,49 @@ class Admission:
         self._space = space
         self._host = host
         self._transfers = transfers
+        self._cost = cost
         self._rows = list(range(max_concurrency))
         self.block_tables: Tensor = torch.zeros(
             (max_concurrency, context_blocks), dtype=torch.int64, device=memory.pages.device
         )
 
-    def admit(self, prompt: Prompt | None, *, total_tokens: int) -> LaneMemory | None:
-        """Give a new sequence its slot and the pages of ``total_tokens`` tokens, resumed as deep as the cache allows.
+    def quote(self, prompt: Prompt | None, *, total_tokens: int) -> AdmissionQuote:
+        """Whether a new sequence can start now, and from where. Changes nothing.
 
         Args:
             prompt: the prepared prompt, or None for a request that neither uses nor feeds the cache.
             total_tokens: prompt and the output room that the request is entitled to.
+        """
+        blocks = -(-total_tokens // BLOCK_TOKENS)
+        match = None if prompt is None else self._index.match(prompt)
+        sources: tuple[Candidate | None, ...] = (None,)
+        if match is not None:
+            sources = rank_candidates(match.candidates, match.prompt.num_tokens, self._cost)
+        pages = self._space.pages
+        planned = plan_admission(
+            [ROOT if match is None else self._index.demand(match, source) for source in sources],
+            [PoolState(total=pages.capacity, free=len(pages), entitlement=blocks)],
+            self._index.stats().evictable_device_pages,
+        )
+        if planned.source is None:
+            return AdmissionQuote(planned.readiness, blocks, match, None)
+        if not len(self._space.slots):  # a cancelled lane's restore still writes to one
+            return AdmissionQuote(Readiness.TEMPORARILY_BLOCKED, blocks, match, None)
+        return AdmissionQuote(planned.readiness, blocks, match, sources[planned.source])
+
+    def start(self, quote: AdmissionQuote) -> LaneMemory:
+        """Make the lane of a quote that is ready, with nothing in between.
 
         Returns:
             The lane's memory. Its slot holds the state of its frontier once ``restore``, if there is one, has landed.
-            None when what running sequences and copies on their way hold leaves no room; then nothing has changed.
         """
-        blocks = -(-total_tokens // BLOCK_TOKENS)
-        if not len(self._space.slots):
-            return None  # a cancelled lane's restore still writes to one
-        if prompt is None:
-            return self._start(self._space.take_pages(blocks), None) if self._space.page_room() >= blocks else None
-        match = self._index.match(prompt)
-        for candidate in (*match.candidates, None):
-            if candidate is not None and candidate.filling:
-                continue  # its copies belong to another lane's restore
-            lease = self._index.acquire(match, candidate)
-            missing = _Missing.of(self._index, lease)
-            if self._space.page_room() >= blocks - lease.depth + missing.num_pages:
-                # Pins what a restore reads until it has landed, whatever becomes of the lane.
-                guard = self._index.acquire(match, candidate) if missing else None
-                return self._resume(lease, missing, guard, blocks)
-            self._index.cancel(lease)
-        return None
+        if quote.match is None:
+            return self._start(self._space.take_pages(quote.blocks), None)
+        lease = self._index.acquire(quote.match, quote.source)
+        missing = _Missing.of(self._index, lease)
+        # Pins what a restore reads until it has landed, whatever becomes of the lane.
+        guard = self._index.acquire(quote.match, quote.source) if missing else None
+        return self._resume(lease, missing, guard, quote.blocks)
 
     def _resume(self, lease: Lease, missing: _Missing, guard: Lease | None, blocks: int) -> LaneMemory:
         index, held = self._index, lease.depth - missing.blocks
