@@ -16,7 +16,7 @@ import torch
 
 import tiny_checkpoints
 from lanes import ForcingSampler, assert_same_predictions, run
-from qwen35_engine import Engine, EngineOptions, GenerationRequest, SamplingParams
+from qwen35_engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TapHints
 
 VOCAB = tiny_checkpoints.BASE["vocab_size"]
 FIRST, FOLLOWING = 1, 2  # seeds, by which the sampler tells the turns apart
@@ -64,7 +64,7 @@ class Pair:
 
 def turn(seed: int, prompt: list[int], max_tokens: int, taps: tuple[int, ...] = ()) -> GenerationRequest:
     return GenerationRequest(
-        tokens=prompt, max_tokens=max_tokens, sampling=SamplingParams(seed=seed), tap_positions=taps
+        tokens=prompt, max_tokens=max_tokens, sampling=SamplingParams(seed=seed), hints=TapHints(explicit=taps)
     )
 
 

@@ -8,7 +8,12 @@ from array import array
 import pytest
 
 from cache_bench import BLOCK, Bench, signature
+from prefix_index import SnapshotKind, Tap, TapSource
 from slab_pool import CopyFailed
+
+
+def planned(*positions: int) -> list[Tap]:
+    return [Tap(position, TapSource.TAIL, True, SnapshotKind.TAP) for position in positions]
 
 
 def test_an_endpoint_takes_the_slot_and_the_partial_page_over() -> None:
@@ -90,7 +95,7 @@ def test_a_tap_copies_the_partial_page() -> None:
     tokens = list(range(200))
     lane = bench.admit(tokens)
     assert lane is not None
-    (tap,) = bench.cache.claim_taps(lane, [140])
+    (tap,) = bench.cache.claim_taps(lane, planned(140))
     bench.compute(lane, tokens, 0, 200)
     bench.memory.states[tap.slot] = signature(tokens[:140])
     bench.cache.commit(lane, array("i", tokens), 200)
@@ -108,8 +113,8 @@ def test_taps_beyond_the_snapshot_slots_are_counted() -> None:
     bench = Bench(snapshots=2)
     lane = bench.admit(list(range(300)))
     assert lane is not None
-    taps = bench.cache.claim_taps(lane, [100, 150, 200])
-    assert [tap.position for tap in taps] == [100, 150]
+    taps = bench.cache.claim_taps(lane, planned(100, 150, 200))
+    assert [tap.position for tap in taps] == [150, 200]
     assert bench.cache.stats().taps_skipped == 1
     bench.cache.drop_taps(taps)
     bench.check()
@@ -296,7 +301,9 @@ def test_random_lives_lose_and_double_nothing(seed: int, slabs: int) -> None:
             action = rng.random()
             if action < 0.6 and at < len(text):
                 end = min(len(text), at + rng.randint(1, 150))
-                taps = bench.cache.claim_taps(lane, [p for p in (at + 1, end) if rng.random() < 0.4 and p <= end])
+                taps = bench.cache.claim_taps(
+                    lane, planned(*(p for p in (at + 1, end) if rng.random() < 0.4 and p <= end))
+                )
                 if rng.random() < 0.15:  # the pass fails
                     bench.cache.drop_taps(taps)
                     bench.abandon(lane)

@@ -14,14 +14,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cache_bench import Bench
 from fake_model import VOCAB, FakeModel, continuation
+from prefix_index import TapLimits
 from qwen35_engine import (
     EngineClosed,
     Failed,
     Finished,
     GenerationRequest,
     NewTokens,
+    QueueTimeout,
     SamplingParams,
     Started,
+    TapHints,
     TokenStream,
 )
 from qwen35_engine.core import Core, Job
@@ -36,7 +39,16 @@ class Rig:
     """A core over the fake model, small memory and copies that land when told to."""
 
     def __init__(
-        self, *, pages: int = 20, lanes: int = 3, snapshots: int = 4, slabs: int = 60, prefill_chunk: int = 96
+        self,
+        *,
+        pages: int = 20,
+        lanes: int = 3,
+        snapshots: int = 4,
+        slabs: int = 60,
+        prefill_chunk: int = 96,
+        max_taps: int = 2,
+        ladder_tokens: int = 128,
+        pending_timeout_seconds: float = 1000.0,
     ) -> None:
         self.bench = Bench(pages=pages, lanes=lanes, snapshots=snapshots, slabs=slabs)
         self.model = FakeModel(self.bench.memory)
@@ -53,10 +65,14 @@ class Rig:
                 num_blocks=pages,
                 snapshot_slots=snapshots,
                 host_cache_bytes=0,
+                taps=TapLimits(max_taps=max_taps, ladder_tokens=ladder_tokens, min_gap_tokens=64),
+                pending_timeout_seconds=pending_timeout_seconds,
                 prefix_reuse=True,
             ),
             device=torch.device("cpu"),
+            clock=lambda: self.now,
         )
+        self.now = 0.0
         self._next = 0
         self.open: dict[int, tuple[TokenStream, list[int], int]] = {}
         self.ended: list[tuple[Finished | Failed, list[int]]] = []
@@ -78,6 +94,7 @@ class Rig:
                     prompt=index.prepare(tokens, namespace=request.namespace) if request.reuse else None,
                     max_tokens=min(max_tokens, self.max_context - len(prompt)),
                     seed=0,
+                    submitted=self.now,
                 )
             ]
         )
@@ -150,9 +167,11 @@ class Schedules(RuleBasedStateMachine):
         snapshots=st.integers(1, 5),
         slabs=st.sampled_from([0, 5, 20, 80]),
         prefill_chunk=st.sampled_from([33, 64, 100, 300]),
+        max_taps=st.sampled_from([0, 1, 4, 8]),
+        pending_timeout_seconds=st.sampled_from([1e-9, 1000.0]),
     )
-    def start(self, pages: int, lanes: int, snapshots: int, slabs: int, prefill_chunk: int) -> None:
-        self.rig = Rig(pages=pages, lanes=lanes, snapshots=snapshots, slabs=slabs, prefill_chunk=prefill_chunk)
+    def start(self, **sizes: Any) -> None:
+        self.rig = Rig(**sizes)
         self.conversations: list[list[int]] = []
 
     @rule(
@@ -169,7 +188,13 @@ class Schedules(RuleBasedStateMachine):
     ) -> None:
         prompt = [*TRUNK[:shared], *tokens_of(seed, own)][: self.rig.max_context - 1]
         positions = tuple(max(1, round(tap * len(prompt))) for tap in taps)
-        self.rig.submit(prompt, max_tokens, tap_positions=positions, namespace=namespace, reuse=reuse)
+        self.rig.submit(
+            prompt,
+            max_tokens,
+            hints=TapHints(explicit=positions, opener=positions[0] if positions else None),
+            namespace=namespace,
+            reuse=reuse,
+        )
         self.conversations.append([*prompt, *continuation(prompt, min(max_tokens, 20))])
 
     @precondition(lambda self: self.conversations)
@@ -220,7 +245,7 @@ class Schedules(RuleBasedStateMachine):
 
 
 Schedules.TestCase.settings = settings(
-    max_examples=2000 if settings.get_current_profile_name() == "long" else 40,
+    max_examples=2000 if settings.get_current_profile_name() == "long" else 25,
     stateful_step_count=40,
     suppress_health_check=list(HealthCheck),
 )
@@ -295,3 +320,85 @@ def test_a_restore_is_waited_for_by_its_own_lane_only() -> None:
     rig.run_dry()
     assert len(rig.ended) == 3
     assert other not in rig.open
+
+
+def test_identical_prompts_at_once_cost_one_prefill() -> None:
+    rig = Rig(lanes=4, snapshots=8, slabs=0, pages=40, prefill_chunk=64)
+    prompt = tokens_of(7, 300)
+    for _ in range(4):
+        rig.submit(prompt, 1)
+    rig.run_dry()
+    # One whole prompt, and of each other the rest behind the last whole block before its end.
+    assert rig.model.computed_tokens == 300 + 3 * (300 - 256)
+    assert sorted(event.usage.cached_tokens for event, _ in rig.ended) == [0, 256, 256, 256]  # type: ignore[union-attr]
+
+
+def test_prompts_that_part_share_what_is_before() -> None:
+    rig = Rig(lanes=4, snapshots=8, slabs=0, pages=40, prefill_chunk=64)
+    shared = tokens_of(8, 200)
+    for seed in (20, 21, 22):
+        rig.submit([*shared, *tokens_of(seed, 50)], 1)
+    rig.run_dry()
+    assert rig.model.computed_tokens == 250 + 2 * (250 - 192)
+
+
+def test_nobody_waits_when_waiting_is_off_or_in_another_namespace() -> None:
+    prompt = tokens_of(9, 300)
+    rig = Rig(lanes=4, slabs=0, pages=40, prefill_chunk=64, pending_timeout_seconds=1e-9)
+    for _ in range(2):
+        rig.submit(prompt, 1)
+    rig.turn()
+    assert rig.core.num_running == 2
+    rig = Rig(lanes=4, slabs=0, pages=40, prefill_chunk=64)
+    rig.submit(prompt, 1)
+    rig.submit(prompt, 1, namespace=b"other")
+    rig.turn()
+    assert rig.core.num_running == 2
+
+
+def test_whoever_waits_goes_on_when_the_other_dies() -> None:
+    for how in ("cancel", "nan"):
+        rig = Rig(lanes=4, slabs=0, pages=40, prefill_chunk=64)
+        prompt = tokens_of(10, 300)
+        first = rig.submit(prompt, 1)
+        rig.submit(prompt, 1)
+        rig.turn()
+        assert rig.core.num_running == 1
+        (lane,) = rig.core._lanes.values()
+        if how == "cancel":
+            rig.core.cancel({first})
+        else:
+            rig.spoil(rig.model.nan_slots, lane)
+        rig.run_dry()
+        (event, tokens) = rig.ended[-1]
+        assert isinstance(event, Finished)
+        assert len(tokens) == 1
+
+
+def test_a_prefix_shared_by_raw_prompts_is_resumable_for_the_third() -> None:
+    """The second prompt finds blocks and no snapshot, and takes one where the paths part."""
+    rig = Rig(slabs=0, pages=40, snapshots=8, ladder_tokens=4096)
+    shared = tokens_of(11, 200)
+    for seed in (30, 31, 32):
+        rig.submit([*shared, *tokens_of(seed, 90)], 1)
+        rig.run_dry()
+    assert [event.usage.cached_tokens for event, _ in rig.ended] == [0, 0, 192]  # type: ignore[union-attr]
+
+
+def test_whoever_waits_too_long_is_told() -> None:
+    rig = Rig(lanes=1, slabs=0, pending_timeout_seconds=30)
+    rig.submit(tokens_of(12, 20), 60)
+    rig.turn()
+    late = rig.submit(tokens_of(13, 20), 1)
+    rig.now = 20.0
+    patient = rig.submit(tokens_of(14, 20), 1)
+    rig.turn()
+    rig.now = 31.0
+    rig.spoiled.add(late)
+    rig.turn()
+    assert late not in rig.open
+    assert patient in rig.open
+    event, _ = rig.ended[-1]
+    assert isinstance(event, Failed)
+    assert isinstance(event.error, QueueTimeout)
+    rig.run_dry()

@@ -28,6 +28,7 @@ from qwen35_engine import (
     SamplingParams,
     SamplingRow,
     Started,
+    TapHints,
 )
 from qwen35_engine.checkpoint.config import read_config
 from qwen35_engine.model.weights import load_weights
@@ -149,14 +150,14 @@ def test_a_following_turn_computes_only_what_is_new(engine: Engine) -> None:
 
 def test_a_tap_serves_a_turn_that_renders_the_answer_differently(engine: Engine) -> None:
     prompt = tokens(150, 3)
-    run(engine, request(prompt, 10, tap_positions=(141,)))
+    run(engine, request(prompt, 10, hints=TapHints(explicit=(141,))))
     _, usage = run(engine, request([*prompt[:141], *tokens(30, 4)], 3))
     assert usage.cached_tokens == 141
 
 
 def test_an_edited_prompt_reuses_nothing_beyond_the_edit(engine: Engine) -> None:
     prompt = tokens(200, 5)
-    run(engine, request(prompt, 5, tap_positions=(64, 150)))
+    run(engine, request(prompt, 5, hints=TapHints(explicit=(64, 150))))
     edited = [*prompt[:149], (prompt[149] + 1) % VOCAB, *prompt[150:]]
     _, usage = run(engine, request(edited))
     assert usage.cached_tokens == 64
@@ -164,7 +165,7 @@ def test_an_edited_prompt_reuses_nothing_beyond_the_edit(engine: Engine) -> None
 
 def test_a_repeated_prompt_keeps_at_least_one_token_to_compute(engine: Engine) -> None:
     prompt = tokens(128, 6)
-    first, _ = run(engine, request(prompt, 5, tap_positions=(128, 127)))
+    first, _ = run(engine, request(prompt, 5, hints=TapHints(explicit=(128, 127))))
     again, usage = run(engine, request(prompt, 5))
     assert usage.cached_tokens == 127
     assert again == first
@@ -172,7 +173,7 @@ def test_a_repeated_prompt_keeps_at_least_one_token_to_compute(engine: Engine) -
 
 def test_namespaces_share_nothing(engine: Engine) -> None:
     prompt = tokens(150, 7)
-    run(engine, request(prompt, 10, tap_positions=(141,), namespace=b"a"))
+    run(engine, request(prompt, 10, hints=TapHints(explicit=(141,)), namespace=b"a"))
     assert run(engine, request(prompt, namespace=b"b"))[1].cached_tokens == 0
     assert run(engine, request(prompt, namespace=b"a"))[1].cached_tokens == 141
 
@@ -180,9 +181,9 @@ def test_namespaces_share_nothing(engine: Engine) -> None:
 def test_a_request_that_opts_out_neither_takes_nor_leaves(engine: Engine) -> None:
     prompt = tokens(150, 8)
     before = engine.stats().cache
-    run(engine, request(prompt, 10, tap_positions=(141,), reuse=False))
+    run(engine, request(prompt, 10, hints=TapHints(explicit=(141,)), reuse=False))
     assert engine.stats().cache == before
-    run(engine, request(prompt, 10, tap_positions=(141,)))
+    run(engine, request(prompt, 10, hints=TapHints(explicit=(141,))))
     assert run(engine, request(prompt, reuse=False))[1].cached_tokens == 0
     assert run(engine, request(prompt))[1].cached_tokens == 141
 
@@ -192,7 +193,7 @@ def test_prefix_reuse_can_be_switched_off(folder: Path) -> None:
         prompt = tokens(150, 9)
         before = engine.stats().cache
         for _ in range(2):
-            assert run(engine, request(prompt, tap_positions=(141,)))[1].cached_tokens == 0
+            assert run(engine, request(prompt, hints=TapHints(explicit=(141,))))[1].cached_tokens == 0
         assert engine.stats().cache == before
 
 
@@ -217,7 +218,7 @@ def test_the_cache_under_pressure_stays_right(folder: Path) -> None:
             i = rng.randrange(len(conversations))
             if len(conversations[i]) > 440:
                 conversations[i] = conversations[i][: rng.randint(1, 300)]
-            asked = request(conversations[i], 6, tap_positions=(len(conversations[i]),))
+            asked = request(conversations[i], 6, hints=TapHints(opener=len(conversations[i])))
             answer, usage = run(warm, asked)
             assert answer == run(cold, asked)[0], f"turn {turn} of conversation {i}, {usage}"
             hits += usage.cached_tokens > 0
@@ -403,9 +404,9 @@ def test_a_lane_that_turns_nan_ends_alone_and_leaves_nothing(folder: Path) -> No
         ids = [i for event in events[well] if isinstance(event, NewTokens) for i in event.ids]
         assert ids == expected[well]
         engine._model.decode = real  # type: ignore[method-assign]
-        # Whole blocks of the prompt were sound and stay; there is no snapshot to resume from.
+        # The prompt's own pass was sound, and so is the snapshot it took before its last token; nothing later is there.
         again, usage = run(engine, request(prompts[ill], 12))
-        assert (again, usage.cached_tokens) == (expected[ill], 0)
+        assert (again, usage.cached_tokens) == (expected[ill], 99)
 
 
 def test_a_prefill_that_raises_fails_its_request_only(folder: Path) -> None:
@@ -420,7 +421,7 @@ def test_a_prefill_that_raises_fails_its_request_only(folder: Path) -> None:
 
         model.prefill = broken  # type: ignore[method-assign]
         before = engine.stats().cache
-        end = list(engine.submit(request(tokens(77, 1), tap_positions=(50,))))[-1]
+        end = list(engine.submit(request(tokens(77, 1), hints=TapHints(explicit=(50,)))))[-1]
         assert isinstance(end, Failed)
         assert isinstance(end.error, ExecutionError)
         assert engine.stats().cache == before
@@ -443,7 +444,7 @@ def test_a_fault_of_the_engine_itself_answers_everyone_and_closes(folder: Path) 
 
 
 def test_started_comes_first_and_tells_what_is_skipped(engine: Engine) -> None:
-    events = list(engine.submit(request(tokens(70, 30), tap_positions=(69,))))
+    events = list(engine.submit(request(tokens(70, 30), hints=TapHints(explicit=(69,)))))
     assert events[0] == Started(0)
     events = list(engine.submit(request(tokens(70, 30))))
     assert events[0] == Started(69)

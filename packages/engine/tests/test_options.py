@@ -49,6 +49,10 @@ CPU = torch.device("cpu")
         ("kv_capacity", 63, "kv_capacity must be between 64 and"),
         ("device_snapshot_slots", 0, "device_snapshot_slots must be between 1 and 68, got 0"),
         ("device_snapshot_slots", 69, "device_snapshot_slots must be between 1 and 68, got 69"),
+        ("host_cache_mib", -1, "host_cache_mib must be between 0 and"),
+        ("max_new_taps", 65, "max_new_taps must be between 0 and 64, got 65"),
+        ("tap_min_gap_tokens", 16, "tap_min_gap_tokens must be between 64 and"),
+        ("pending_timeout_seconds", 0, "pending_timeout_seconds must be above 0 and at most 86400, got 0"),
         ("device", "tpu", "device must be one of auto, cpu, cuda, got 'tpu'"),
         ("dtype", "float64", "dtype must be one of auto, float32, bfloat16, got 'float64'"),
     ],
@@ -63,6 +67,18 @@ def test_what_is_unset_is_derived() -> None:
     assert sizes.num_blocks == 1024  # 1 GiB of pages
     assert sizes.max_context == 32_768
     assert sizes.snapshot_slots == 4 + 1 + 4
+    assert sizes.host_cache_bytes == 2**30
+    assert (sizes.taps.max_taps, sizes.taps.ladder_tokens, sizes.taps.min_gap_tokens) == (8, 4096, 1024)
+    alone = EngineOptions(host_cache_mib=0, prefill_chunk=4096).resolve_sizes(
+        CONFIG, page_bytes=2**20, image_bytes=1, device=CPU
+    )
+    assert (alone.taps.max_taps, alone.taps.ladder_tokens, alone.taps.min_gap_tokens) == (2, 8192, 4096)
+    assert (
+        EngineOptions(prefix_reuse=False)
+        .resolve_sizes(CONFIG, page_bytes=2**20, image_bytes=1, device=CPU)
+        .host_cache_bytes
+        == 0
+    )
 
 
 def test_on_cuda_the_states_are_taken_off_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from qwen35_engine import (
     RequestError,
     SamplingParams,
     Started,
+    TapHints,
     TokenStream,
     Usage,
 )
@@ -44,8 +45,8 @@ def test_sampling_out_of_range(field: str, value: Any, complaint: str) -> None:
     [
         ({"tokens": ()}, "a prompt must have at least one token, got 0"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ({"tap_positions": (4,)}, "a tap position must lie inside the prompt, got 4"),
-        ({"tap_positions": (0,)}, "a tap position must lie inside the prompt, got 0"),
+        ({"hints": TapHints(explicit=(4,))}, "a hint's position must lie inside the prompt, got 4"),
+        ({"hints": TapHints(opener=0)}, "a hint's position must lie inside the prompt, got 0"),
     ],
 )
 def test_requests_out_of_range(changes: dict[str, Any], complaint: str) -> None:

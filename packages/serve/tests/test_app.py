@@ -21,7 +21,7 @@ BODY = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_t
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine.from_folder(demo_folder(), EngineOptions(threads=1, max_context=512)) as engine:
+    with Engine.from_folder(demo_folder(), EngineOptions(threads=1, max_context=512, host_cache_mib=16)) as engine:
         yield engine
 
 
@@ -52,6 +52,17 @@ def test_health_and_models(app: Starlette) -> None:
     card = {"id": "demo", "object": "model", "created": 7, "owned_by": "qwen35-serve"}
     assert send(app, "GET", "/v1/models").json() == {"object": "list", "data": [card]}
     assert send(app, "GET", "/v1/models/demo").json() == card
+
+
+def test_the_cache_can_be_looked_at(app: Starlette) -> None:
+    before = send(app, "GET", "/v1/cache").json()
+    body = BODY | {"messages": [{"role": "user", "content": "how full is the cache? " * 20}]}
+    send(app, "POST", "/v1/chat/completions", json=body)
+    after = send(app, "GET", "/v1/cache").json()
+    assert after["running"] == after["waiting"] == 0
+    assert after["index"]["blocks_inserted"] > before["index"]["blocks_inserted"]
+    assert after["cache"]["snapshot_slots_used"] > before["cache"]["snapshot_slots_used"]
+    assert after["options"]["max_context"] == 512
 
 
 def test_a_stream_is_server_sent_events(app: Starlette) -> None:
@@ -118,7 +129,7 @@ def test_a_fault_of_the_server_is_a_500_that_tells_nothing(
 
 
 def test_a_closed_engine_is_503() -> None:
-    engine = Engine.from_folder(demo_folder(), EngineOptions(threads=1, max_context=512))
+    engine = Engine.from_folder(demo_folder(), EngineOptions(threads=1, max_context=512, host_cache_mib=16))
     app = create_app(engine, ChatText(demo_folder(), vocab_size=engine.config.vocab_size), model_name="demo", created=0)
     engine.close()
     assert send(app, "GET", "/health").status_code == 503

@@ -94,8 +94,9 @@ def test_the_second_turn_computes_only_what_is_new(client: OpenAI, thinking: boo
     assert usage.prompt_tokens_details is not None
     cached = usage.prompt_tokens_details.cached_tokens
     assert cached is not None
-    # Everything up to the opener of the first answer, which is all of the first prompt but a handful of tokens.
-    assert first.usage.prompt_tokens - 10 <= cached < usage.prompt_tokens
+    # Everything up to the opener of the first answer, or to where other conversations left the system prompt, if that is
+    # less than a block before it: one snapshot then serves for both.
+    assert first.usage.prompt_tokens - 10 - 64 <= cached < usage.prompt_tokens
 
 
 def test_the_first_turn_of_a_new_prefix_has_nothing_cached(client: OpenAI) -> None:

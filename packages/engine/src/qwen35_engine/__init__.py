@@ -17,6 +17,8 @@
 203
 """
 
+from prefix_index import TapHints
+
 from .engine import Engine, EngineStats
 from .errors import (
     CheckpointError,
@@ -26,6 +28,7 @@ from .errors import (
     ExecutionError,
     OptionError,
     QueueFull,
+    QueueTimeout,
     RequestError,
 )
 from .options import EffectiveOptions, EngineOptions
@@ -61,11 +64,13 @@ __all__ = [
     "NewTokens",
     "OptionError",
     "QueueFull",
+    "QueueTimeout",
     "RequestError",
     "Sampler",
     "SamplingParams",
     "SamplingRow",
     "Started",
+    "TapHints",
     "TokenStream",
     "Usage",
 ]

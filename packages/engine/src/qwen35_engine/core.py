@@ -7,6 +7,7 @@ still being computed, then one token of every lane past its prompt. Tokens leave
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -16,12 +17,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from prefix_index import Prompt, Readiness
+from prefix_index import (
+    Prompt,
+    Readiness,
+    Sibling,
+    SnapshotKind,
+    Tap,
+    TapSource,
+    Wait,
+    plan_coalescing,
+    plan_taps,
+)
 from qwen35_kernels import BLOCK_TOKENS
 from slab_pool import CopyFailed
 
-from .cache import LaneMemory, PrefixCache
-from .errors import EngineError, ExecutionError, RequestError
+from .cache import AdmissionQuote, LaneMemory, PrefixCache
+from .errors import EngineError, ExecutionError, QueueTimeout, RequestError
 from .options import OUTPUT_WINDOW_TOKENS, EffectiveOptions
 from .request import Event, Failed, Finished, FinishReason, GenerationRequest, NewTokens, Started, TokenStream, Usage
 from .sampling import Sampler, SamplingRow
@@ -53,7 +64,8 @@ class Model(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A request on its way to the worker. ``prompt`` is None where the request does not use the cache."""
+    """A request on its way to the worker. ``prompt`` is None where the request does not use the cache; ``submitted`` is
+    when it came, by the core's clock."""
 
     stream: TokenStream
     request: GenerationRequest
@@ -61,17 +73,24 @@ class Job:
     prompt: Prompt | None
     max_tokens: int
     seed: int
+    submitted: float
 
 
 @dataclass(eq=False)
 class _Lane:
-    """A running sequence. ``tokens`` are the prompt and every token drawn; the first ``computed`` have KV and state."""
+    """A running sequence. ``tokens`` are the prompt and every token drawn; the first ``computed`` have KV and state.
+    ``taps`` are those still ahead, ``last_capture`` is the frontier of its latest snapshot, or where it resumed."""
 
     number: int
     job: Job
     memory: LaneMemory
     tokens: array[int]
     computed: int
+    taps: list[Tap]
+    last_capture: int = 0
+
+    def __post_init__(self) -> None:
+        self.last_capture = self.computed
 
     @property
     def prompt_tokens(self) -> int:
@@ -94,14 +113,16 @@ class Core:
         options: EffectiveOptions,
         device: torch.device,
         on_end: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``on_end`` is called for each request that ends, just before its stream is told."""
+        """``on_end`` is called for each request that ends, just before its stream is told. ``clock`` gives seconds."""
         self.cache = cache
         self._model = model
         self._sampler = sampler
         self._options = options
         self._device = device
         self._on_end = on_end
+        self._clock = clock
         self._waiting: deque[Job] = deque()
         self._lanes: dict[int, _Lane] = {}
         self._next_lane = 0
@@ -142,8 +163,16 @@ class Core:
             CopyFailed: a copy failed; nothing can go on.
         """
         self.cache.poll()
+        self._expire()
         self._admit()
         self._step()
+
+    def _expire(self) -> None:
+        """Answer whoever has waited too long. The line is in the order of arrival, so the first ones are the oldest."""
+        latest = self._clock() - self._options.pending_timeout_seconds
+        while self._waiting and self._waiting[0].submitted < latest:
+            seconds = self._options.pending_timeout_seconds
+            self._end(self._waiting.popleft(), Failed(QueueTimeout(f"no place within {seconds:g} seconds")))
 
     def _admit(self) -> None:
         """Start waiting requests in their order; the first that finds no room makes the rest wait too."""
@@ -156,15 +185,67 @@ class Core:
                 quote = self.cache.quote(job.prompt, total_tokens=total_tokens)
             if quote.readiness is Readiness.TEMPORARILY_BLOCKED and self._lanes:
                 return
+            if quote.readiness is Readiness.READY and self._waits_for_sibling(job, quote):
+                return
             self._waiting.popleft()
             if quote.readiness is not Readiness.READY:
                 self._end(job, Failed(RequestError(f"the request needs {quote.blocks} blocks, more than there are")))
                 continue
             memory = self.cache.start(quote)
-            lane = _Lane(self._next_lane, job, memory, job.tokens[:], memory.frontier)
+            lane = _Lane(self._next_lane, job, memory, job.tokens[:], memory.frontier, self._plan_taps(job, quote))
             self._lanes[lane.number] = lane
             self._next_lane += 1
             job.stream.put(Started(memory.frontier))
+
+    def _plan_taps(self, job: Job, quote: AdmissionQuote) -> list[Tap]:
+        if quote.match is None:
+            return []
+        source = quote.source
+        planned = plan_taps(
+            len(job.tokens),
+            source.frontier if source is not None else 0,
+            job.request.hints,
+            limits=self._options.taps,
+            existing=[candidate.frontier for candidate in quote.match.candidates],
+            matched_tokens=quote.match.matched_tokens,
+            resumed=source.kind if source is not None else None,
+        )
+        return list(planned)
+
+    def _waits_for_sibling(self, job: Job, quote: AdmissionQuote) -> bool:
+        """Whether a lane that is computing the same prefix will soon have a snapshot that is worth waiting for.
+
+        The waiting request holds nothing. If the lane ends or passes the place without one, nobody waits any more.
+        """
+        if job.prompt is None:
+            return False
+        reuse = quote.source.frontier if quote.source is not None else 0
+        best: tuple[Wait, _Lane] | None = None
+        for lane in self._lanes.values():
+            if lane.job.prompt is None or lane.computed >= lane.prompt_tokens:
+                continue
+            sibling = Sibling(
+                prompt=lane.job.prompt,
+                cursor=lane.computed,
+                last_capture=lane.last_capture,
+                taps=tuple(tap.position for tap in lane.taps),
+            )
+            wait = plan_coalescing(
+                job.prompt,
+                reuse,
+                sibling,
+                self.cache.cost,
+                wait_limit_seconds=self._options.pending_timeout_seconds,
+                block_tokens=BLOCK_TOKENS,
+            )
+            if wait is not None and (best is None or wait.target > best[0].target):
+                best = wait, lane
+        if best is None:
+            return False
+        wait, lane = best
+        shared = Tap(wait.target, TapSource.DIVERGENCE, True, SnapshotKind.BOUNDARY)
+        lane.taps = [shared, *(tap for tap in lane.taps if tap.position != wait.target)]
+        return True
 
     def _step(self) -> None:
         views = [
@@ -181,8 +262,8 @@ class Core:
 
     def _prefill(self, lane: _Lane, chunk: PrefillChunk) -> None:
         memory = lane.memory
-        wanted = [p for p in lane.job.request.tap_positions if chunk.begin < p <= chunk.end]
-        taps = self.cache.claim_taps(memory, wanted)
+        taps = self.cache.claim_taps(memory, [tap for tap in lane.taps if tap.position <= chunk.end])
+        lane.taps = [tap for tap in lane.taps if tap.position > chunk.end]
         restore = memory.restore
         try:
             if restore is not None:
@@ -207,6 +288,7 @@ class Core:
         self.cache.commit(memory, lane.tokens, lane.computed)
         for tap in taps:
             self.cache.publish_tap(memory, lane.tokens, tap)
+            lane.last_capture = tap.position
         if lane.computed == lane.prompt_tokens:
             self._extend([lane], hidden)
 

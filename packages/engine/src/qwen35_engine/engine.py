@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from types import TracebackType
 
 import torch
 
+from prefix_index import Stats as IndexStats
 from qwen35_kernels import BLOCK_TOKENS, KVProfile, PageLayout, StateLayout
 
 from .cache import CacheStats, PrefixCache
@@ -37,11 +39,12 @@ _PROFILES = {torch.float32: KVProfile.FP32, torch.bfloat16: KVProfile.BF16}
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """What runs, what waits, and the cache's gauges."""
+    """What runs, what waits, the cache's gauges, and the index's gauges and counters."""
 
     running: int
     waiting: int
     cache: CacheStats
+    index: IndexStats
 
 
 class Engine:
@@ -180,6 +183,7 @@ class Engine:
                 prompt=self._cache.index.prepare(tokens, namespace=request.namespace) if reuse else None,
                 max_tokens=room if request.max_tokens is None else min(request.max_tokens, room),
                 seed=secrets.randbits(63) if seed is None else seed,
+                submitted=time.monotonic(),
             )
         )
         return stream
@@ -203,7 +207,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         worker = self._worker.stats()
-        return EngineStats(running=worker.running, waiting=worker.waiting, cache=self._cache.stats())
+        return EngineStats(
+            running=worker.running, waiting=worker.waiting, cache=self._cache.stats(), index=self._cache.index.stats()
+        )
 
     def close(self) -> None:
         """Stop the worker. Requests still open fail with ``EngineClosed``. May be called twice."""

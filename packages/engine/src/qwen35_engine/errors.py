@@ -8,6 +8,7 @@
     ├── RequestError         this request can never be served as it is (also a ValueError)
     │   └── ContextLengthExceeded
     ├── QueueFull            the bounded queue has no room; try again later
+    ├── QueueTimeout         the request waited longer than it may
     ├── EngineClosed         the engine is stopping or has stopped
     └── ExecutionError       a forward pass failed; the request ended without an answer
 """
@@ -22,6 +23,7 @@ __all__ = [
     "ExecutionError",
     "OptionError",
     "QueueFull",
+    "QueueTimeout",
     "RequestError",
 ]
 
@@ -60,6 +62,10 @@ class ContextLengthExceeded(RequestError):
 
 class QueueFull(EngineError):
     """The queue of waiting requests is at its bound."""
+
+
+class QueueTimeout(EngineError):
+    """The request waited for a place longer than ``pending_timeout_seconds``."""
 
 
 class EngineClosed(EngineError):

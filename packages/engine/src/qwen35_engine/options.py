@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from prefix_index import TapLimits
 from qwen35_kernels import BLOCK_TOKENS
 
 from .checkpoint.config import ModelConfig
@@ -47,6 +48,12 @@ class EngineOptions:
         device_snapshot_slots: states the cache may keep, 1 to ``max_concurrency + 64``.
         host_cache_mib: Host memory for what the device has no room for, in MiB; 0: none. None: 1 GiB on a CPU, 8 GiB on
             CUDA.
+        max_new_taps: snapshots that a prompt may plan while it is computed, 0 to 64. None: 8 with Host memory, else 2.
+        tap_ladder_tokens: distance of the first of the ever sparser snapshots from the prompt's end. None: 4,096 or two
+            chunks, whichever is more.
+        tap_min_gap_tokens: how far apart those are at least, 64 or more. None: 1,024 or a chunk, whichever is more.
+        pending_timeout_seconds: how long a request may wait to start; a wait for another prompt's prefix must be
+            predicted to take a quarter of it at most.
         prefix_reuse: False computes every prompt from its first token and keeps nothing.
 
     Raises:
@@ -63,6 +70,10 @@ class EngineOptions:
     kv_capacity: int | None = None
     device_snapshot_slots: int | None = None
     host_cache_mib: int | None = None
+    max_new_taps: int | None = None
+    tap_ladder_tokens: int | None = None
+    tap_min_gap_tokens: int | None = None
+    pending_timeout_seconds: float = 600.0
     prefix_reuse: bool = True
 
     def __post_init__(self) -> None:
@@ -81,6 +92,16 @@ class EngineOptions:
             _require_range("kv_capacity", self.kv_capacity, BLOCK_TOKENS, 2**40)
         if self.host_cache_mib is not None:
             _require_range("host_cache_mib", self.host_cache_mib, 0, 2**30)
+        if self.max_new_taps is not None:
+            _require_range("max_new_taps", self.max_new_taps, 0, 64)
+        if self.tap_ladder_tokens is not None:
+            _require_range("tap_ladder_tokens", self.tap_ladder_tokens, 1, 100_000_000)
+        if self.tap_min_gap_tokens is not None:
+            _require_range("tap_min_gap_tokens", self.tap_min_gap_tokens, BLOCK_TOKENS, 100_000_000)
+        if not 0 < self.pending_timeout_seconds <= 86_400:
+            raise OptionError(
+                f"pending_timeout_seconds must be above 0 and at most 86400, got {self.pending_timeout_seconds!r}"
+            )
         if self.device_snapshot_slots is not None:
             _require_range("device_snapshot_slots", self.device_snapshot_slots, 1, self.max_concurrency + 64)
 
@@ -147,7 +168,18 @@ class EngineOptions:
             num_blocks=num_blocks,
             snapshot_slots=snapshot_slots,
             host_cache_bytes=self._host_cache_mib(device) * 2**20,
+            taps=self._tap_limits(host_tier=self._host_cache_mib(device) > 0),
+            pending_timeout_seconds=self.pending_timeout_seconds,
             prefix_reuse=self.prefix_reuse,
+        )
+
+    def _tap_limits(self, *, host_tier: bool) -> TapLimits:
+        derived = TapLimits.for_engine(self.prefill_chunk, host_tier=host_tier)
+        return TapLimits(
+            max_taps=derived.max_taps if self.max_new_taps is None else self.max_new_taps,
+            ladder_tokens=self.tap_ladder_tokens or derived.ladder_tokens,
+            min_gap_tokens=self.tap_min_gap_tokens or derived.min_gap_tokens,
+            block_tokens=BLOCK_TOKENS,
         )
 
     def _host_cache_mib(self, device: torch.device) -> int:
@@ -169,6 +201,8 @@ class EffectiveOptions:
     num_blocks: int
     snapshot_slots: int
     host_cache_bytes: int
+    taps: TapLimits
+    pending_timeout_seconds: float
     prefix_reuse: bool
 
 

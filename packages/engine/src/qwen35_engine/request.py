@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from prefix_index import TapHints
+
 from .errors import EngineError, RequestError
 
 __all__ = [
@@ -66,8 +68,8 @@ class GenerationRequest:
         max_tokens: output tokens at most; None allows what the context holds.
         stop_token_ids: a token of these ends the answer and belongs to it.
         namespace: the isolation domain; nothing is shared between two of them.
-        tap_positions: positions of the prompt from which a later prompt may well continue differently, such as the
-            start of the generation opener. A snapshot is taken there.
+        hints: what is known of the prompt's structure: where a later prompt may well continue differently, such as the
+            start of the generation opener. Snapshots are planned from it.
         reuse: False computes everything and leaves nothing behind.
     """
 
@@ -76,15 +78,16 @@ class GenerationRequest:
     max_tokens: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     namespace: bytes = b""
-    tap_positions: tuple[int, ...] = ()
+    hints: TapHints = field(default_factory=TapHints)
     reuse: bool = True
 
     def __post_init__(self) -> None:
         _require(len(self.tokens) >= 1, "a prompt must have at least one token", len(self.tokens))
         if self.max_tokens is not None:
             _require(self.max_tokens >= 1, "max_tokens must be at least 1", self.max_tokens)
-        for position in self.tap_positions:
-            _require(1 <= position <= len(self.tokens), "a tap position must lie inside the prompt", position)
+        opener = () if self.hints.opener is None else (self.hints.opener,)
+        for position in (*self.hints.explicit, *opener, *self.hints.structural, *self.hints.automatic):
+            _require(1 <= position <= len(self.tokens), "a hint's position must lie inside the prompt", position)
 
 
 @dataclass(frozen=True, kw_only=True)

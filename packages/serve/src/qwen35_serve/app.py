@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from http import HTTPStatus
 
@@ -53,11 +54,15 @@ def create_app(engine: Engine, text: ChatText, *, model_name: str, created: int)
             raise Unavailable("the engine is closed", code="engine_closed")
         return JSONResponse({"status": "ok"})
 
+    async def cache(request: Request) -> Response:
+        return JSONResponse(dataclasses.asdict(engine.stats()) | {"options": dataclasses.asdict(engine.options)})
+
     return Starlette(
         routes=[
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             Route("/v1/models", models, methods=["GET"]),
             Route("/v1/models/{name:path}", model, methods=["GET"]),
+            Route("/v1/cache", cache, methods=["GET"]),
             Route("/health", health, methods=["GET"]),
         ],
         exception_handlers={

@@ -23,6 +23,7 @@ from qwen35_engine import (
     NewTokens,
     SamplingParams,
     Started,
+    TapHints,
     TokenStream,
     Usage,
 )
@@ -267,7 +268,7 @@ def _generation(request: ChatRequest, prompt: ChatPrompt, engine: Engine) -> Gen
         ),
         max_tokens=request.output_limit,
         stop_token_ids=engine.config.eos_token_ids,
-        tap_positions=() if prompt.opener is None else (prompt.opener,),
+        hints=TapHints(opener=prompt.opener),
     )
 
 

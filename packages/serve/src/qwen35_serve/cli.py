@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         help="sequences that run at once",
     )
     add("--max-pending-requests", type=int, default=EngineOptions.max_pending, help="requests that may wait")
+    add("--pending-timeout-ms", type=int, default=600_000, help="milliseconds a request may wait to start")
     add(
         "--prefill-chunk",
         type=int,
@@ -90,6 +91,9 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="MiB of Host memory for the cache, 0 for none; by default derived",
     )
+    add("--cache-taps-per-request", type=int, default=None, help="snapshots a prompt may plan; by default derived")
+    add("--cache-tap-ladder", type=int, default=None, help="tokens from the end to the ladder's first snapshot")
+    add("--cache-tap-min-gap", type=int, default=None, help="tokens between the ladder's snapshots at least")
     add("--no-prefix-reuse", action="store_true", help="compute every prompt from its first token")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what to log")
     return parser
@@ -107,6 +111,10 @@ def _serve(args: argparse.Namespace) -> int:
         kv_capacity=args.kv_capacity,
         device_snapshot_slots=args.device_snapshot_slots,
         host_cache_mib=args.host_cache_mib,
+        max_new_taps=args.cache_taps_per_request,
+        tap_ladder_tokens=args.cache_tap_ladder,
+        tap_min_gap_tokens=args.cache_tap_min_gap,
+        pending_timeout_seconds=args.pending_timeout_ms / 1000,
         prefix_reuse=not args.no_prefix_reuse,
     )
     folder = demo_folder() if args.model == "demo" else Path(args.model).absolute()

@@ -22,6 +22,7 @@ from qwen35_engine import (
     EngineClosed,
     EngineError,
     QueueFull,
+    QueueTimeout,
     RequestError,
 )
 
@@ -102,6 +103,8 @@ def from_engine(error: EngineError) -> ServeError:
             return InvalidRequest(str(error))
         case QueueFull():
             return Overloaded(str(error), code="server_overloaded")
+        case QueueTimeout():
+            return Unavailable(str(error), code="request_queue_timeout")
         case EngineClosed():
             return Unavailable(str(error), code="engine_closed")
         case _:

@@ -7,12 +7,13 @@ writes it through to the Host tier, ``transfers`` settles the copies.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from prefix_index import CostModel, PrefixIndex, Prompt
+from prefix_index import Tap as PlannedTap
 from qwen35_kernels import BLOCK_TOKENS
 
 from ..host import HostStats, HostTier
@@ -53,7 +54,7 @@ class PrefixCache:
         snapshot_slots: int,
         host: HostTier | None = None,
     ) -> None:
-        cost = CostModel()
+        self.cost = cost = CostModel()
         self.index = PrefixIndex(
             block_tokens=BLOCK_TOKENS,
             block_bytes=memory.page_layout.page_bytes,
@@ -122,9 +123,9 @@ class PrefixCache:
         """See ``Publisher.commit``."""
         self._publisher.commit(lane, tokens, computed)
 
-    def claim_taps(self, lane: LaneMemory, positions: Sequence[int]) -> list[Tap]:
+    def claim_taps(self, lane: LaneMemory, planned: Iterable[PlannedTap]) -> list[Tap]:
         """See ``Publisher.claim_taps``."""
-        return self._publisher.claim_taps(lane, positions)
+        return self._publisher.claim_taps(lane, planned)
 
     def publish_tap(self, lane: LaneMemory, tokens: array[int], tap: Tap) -> None:
         """See ``Publisher.publish_tap``."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from prefix_index import PrefixIndex, SnapshotKind
+from prefix_index import Tap as PlannedTap
 from qwen35_kernels import BLOCK_TOKENS
 
 from ..memory import DeviceMemory
@@ -18,10 +19,11 @@ __all__ = ["Publisher", "Tap"]
 
 @dataclass(frozen=True)
 class Tap:
-    """A prompt position whose state the coming chunk writes into ``slot``."""
+    """A prompt position whose state the coming chunk writes into ``slot``, and what the snapshot will be."""
 
     position: int
     slot: int
+    kind: SnapshotKind
 
 
 class Publisher:
@@ -48,17 +50,17 @@ class Publisher:
         for first, end in (*extension.inserted, *extension.reattached):
             lane.private.difference_update(lane.pages[first:end])
 
-    def claim_taps(self, lane: LaneMemory, positions: Sequence[int]) -> list[Tap]:
-        """Slots for the states after ``positions``; a position that finds none is skipped and counted."""
+    def claim_taps(self, lane: LaneMemory, planned: Iterable[PlannedTap]) -> list[Tap]:
+        """Slots for planned taps, the most important first; one that finds none is skipped and counted."""
         taps: list[Tap] = []
         if lane.lease is None:
             return taps
-        for position in positions:
-            if self._space.claim_snapshot_slot(lane.lease, position) and len(self._space.slots):
-                taps.append(Tap(position, self._space.take_snapshot_slot()))
+        for tap in sorted(planned, key=lambda tap: (tap.source, -tap.position)):
+            if self._space.claim_snapshot_slot(lane.lease, tap.position) and len(self._space.slots):
+                taps.append(Tap(tap.position, self._space.take_snapshot_slot(), tap.kind))
             else:
                 self.taps_skipped += 1
-        return taps
+        return sorted(taps, key=lambda tap: tap.position)
 
     def publish_tap(self, lane: LaneMemory, tokens: array[int], tap: Tap) -> None:
         """Make a written tap resumable. Its blocks are committed; the partial one is copied to a page of the cache."""
@@ -71,7 +73,7 @@ class Publisher:
         tail_pages = self._space.take_pages(1) if tail else []
         if tail:
             self._memory.copy_page(lane.pages[first], tail_pages[0])
-        if not self._publish(lane, tap.position, tap.slot, tail, tail_pages, SnapshotKind.TAP):
+        if not self._publish(lane, tap.position, tap.slot, tail, tail_pages, tap.kind):
             self._space.drop_snapshot_slot(tap.slot)
             self._space.pages.give_back(tail_pages)
 
