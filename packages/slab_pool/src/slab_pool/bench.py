@@ -106,7 +106,8 @@ class Bench:
 
     def acquire_release_us(self) -> float:
         """One slab taken and given back, half of 100,000 being out in random places."""
-        rounds, repeats = (5, 2_000) if self.quick else (25, 10_000)
+        # Short rounds: on a busy machine a long one always has somebody else's time slice in it.
+        rounds, repeats = (10, 500) if self.quick else (200, 500)
         with SlabPool(budget_bytes=100_000 * 4096, slab_bytes=4096, pinned=False) as pool:
             pool.wait_until_ready()
             handles = list(pool.acquire(100_000))
@@ -133,12 +134,11 @@ class Bench:
         }
         results = {}
         for name, (records, slabs) in cases.items():
+            pairs = list(records), list(slabs)
             timings = Timings()
-            for _ in range(5 if self.quick else 50):
+            for _ in range(5 if self.quick else 200):
                 with timings.time():
-                    plan_runs(
-                        list(records), list(slabs), slabs_per_chunk=2048, record_bytes=2 * MIB, slab_bytes=2 * MIB
-                    )
+                    plan_runs(*pairs, slabs_per_chunk=2048, record_bytes=2 * MIB, slab_bytes=2 * MIB)
             results[name] = self.median(timings) * 1e6
             self.best[f"plan_runs_4096_us/{name}"] = timings.best * 1e6
         return results
@@ -261,21 +261,28 @@ class Bench:
             handles = pool.acquire(num_slabs)
             for handle in handles:
                 pool.tensor(handle).random_(0, 256)
-            for _ in range(2 if self.quick else 5):
-                with timings["save"].time():
-                    save_image(image, pool, handles)
-                with timings["plain_save"].time():
-                    _plain_save(plain, [pool.memory(handle) for handle in handles])
-                for suffix in ("", "_cached"):
-                    for path, name, load in (
-                        (image, f"load{suffix}", self._load),
-                        (plain, f"plain_load{suffix}", _plain_load),
-                    ):
-                        _touch_or_forget(path, keep=bool(suffix))
-                        with timings[name].time():
-                            handles = load(path, pool, handles)
+            rounds = 2 if self.quick else 6
+            savers: list[tuple[str, Callable[[], object]]] = [
+                ("save", lambda: save_image(image, pool, handles)),
+                ("plain_save", lambda: _plain_save(plain, [pool.memory(handle) for handle in handles])),
+            ]
+            for _ in range(rounds):
+                savers.reverse()
+                for name, save in savers:
+                    with timings[name].time():
+                        save()
+            plain.unlink()
+            # Both ways read one file. They take turns in being first, as above: what lies under a virtual disk may
+            # remember a file that was read or written lately, and no call here makes it forget.
+            ways = [("load", self._load), ("plain_load", _plain_load)]
+            for suffix in ("", "_cached"):
+                for _ in range(rounds):
+                    ways.reverse()
+                    for name, load in ways:
+                        _touch_or_forget(image, keep=bool(suffix))
+                        with timings[name + suffix].time():
+                            handles = load(image, pool, handles)
         image.unlink()
-        plain.unlink()
         medians = {name: self.median(timing) for name, timing in timings.items()}
         total = num_slabs * RECORD_BYTES / MIB
         return {
