@@ -47,6 +47,10 @@ def test_a_budget_of_one_goes_to_the_explicit_marker() -> None:
     assert positions(30_020, hints=LONG, limits=TapLimits(max_taps=0)) == []
 
 
+def test_within_a_priority_the_deepest_come_first() -> None:
+    assert positions(5_000, hints=TapHints(explicit=(100, 900, 400)), limits=TapLimits(max_taps=2)) == [400, 900]
+
+
 def test_close_semantic_positions_form_one_cluster_and_its_earliest_inherits_sharing() -> None:
     hints = TapHints(opener=1_000, structural=(1_040,))
     taps = plan_taps(1_100, 0, hints)

@@ -101,7 +101,13 @@ def bench_match(runs: int, report: dict[str, object], spread: list[float]) -> No
     numbers = Numbers(1)
     tokens = numbers.tokens(PROMPT)
     copy = fresh(tokens)
-    floor = timed(runs, lambda: fresh(tokens), lambda given: given.startswith(copy))  # type: ignore[attr-defined]
+    bare = PrefixIndex(block_tokens=BLOCK)
+    floor = []
+    for _ in range(runs):
+        prompt = bare.prepare(fresh(tokens))  # as before every match, so that the caches are in the same state
+        begin = time.perf_counter()
+        prompt.tokens.startswith(copy)
+        floor.append((time.perf_counter() - begin) * 1e6)
     report["floor_startswith_240k_us"] = statistics.median(floor)
     for edges, first, turn in ((41, 20_000, 5_500), (400, 20_000, 551)):
         index = a_path(numbers, tokens, first, turn)

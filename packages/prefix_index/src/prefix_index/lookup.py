@@ -58,7 +58,8 @@ def find(
             if edge is None:
                 break
         run = edge.tokens
-        if edge.extras is not extras or not startswith(run, position):
+        alike = edge.extras is extras or _extras_agree(edge, extras, position // width)
+        if not alike or not startswith(run, position):
             edge, partial = _longest_twin(edge, prompt, position // width, width)
             if partial < edge.end - edge.start:
                 if partial:
@@ -156,6 +157,12 @@ def note_filling(match: Match, tickets: Iterable[Ticket]) -> None:
 
 def _inside(frontier: int, spans: Sequence[Span]) -> bool:
     return any(begin < frontier < end for begin, end in spans)
+
+
+def _extras_agree(edge: Edge, extras: tuple[int, ...] | None, first: int) -> bool:
+    """Whether the edge's blocks have the prompt's extras from block `first` on; None stands for all zero."""
+    own = extras[first : first + edge.end - edge.start] if extras is not None else ()
+    return not any(own) if edge.extras is None else own == edge.extras
 
 
 def _same_extra(prompt: Prompt, snapshot: Snapshot) -> bool:

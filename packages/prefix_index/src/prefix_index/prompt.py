@@ -5,6 +5,7 @@ Everything here is pure and may run on any thread; it is the part of a look-up t
 
 from __future__ import annotations
 
+import bisect
 import struct
 import sys
 from array import array
@@ -75,12 +76,13 @@ def _from_ints(op: str, tokens: Iterable[int]) -> bytes:
 class Extras:
     """Sorted (first token, cumulative key) pairs. The extra of a prefix is the last key that starts before its end."""
 
-    __slots__ = ("pairs",)
+    __slots__ = ("_firsts", "pairs")
 
     pairs: tuple[tuple[int, int], ...]
 
     def __init__(self, op: str, pairs: Iterable[tuple[int, int]]) -> None:
         self.pairs = tuple((int(first), int(key)) for first, key in pairs)
+        self._firsts = [first for first, _ in self.pairs]
         previous = -1
         for first, key in self.pairs:
             if first <= previous:
@@ -91,12 +93,8 @@ class Extras:
 
     def at(self, frontier: int) -> int:
         """The extra of the prefix of `frontier` tokens; 0 before the first item."""
-        extra = 0
-        for first, key in self.pairs:
-            if first >= frontier:
-                break
-            extra = key
-        return extra
+        count = bisect.bisect_left(self._firsts, frontier)
+        return self.pairs[count - 1][1] if count else 0
 
     def of_blocks(self, start: int, end: int, block_tokens: int) -> tuple[int, ...] | None:
         """The extras of the blocks [start, end), or None when all of them are 0."""

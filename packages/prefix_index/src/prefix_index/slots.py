@@ -13,25 +13,29 @@ from prefix_index.core import Core, Given
 from prefix_index.nodes import HOST, Snapshot
 from prefix_index.order import LazyHeap
 
-Key = tuple[int, float, int]
-
 
 class SlotOrder:
-    """Three queues, one per step of the claim; a snapshot with a slot is in exactly one."""
+    """Three queues, one per step of the claim; an unpinned snapshot with a slot is in exactly one."""
 
     __slots__ = ("_backed", "_core", "_lone", "_superseded")
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._superseded: LazyHeap[Snapshot] = LazyHeap(_key)
-        self._lone: LazyHeap[Snapshot] = LazyHeap(_key)
-        self._backed: LazyHeap[Snapshot] = LazyHeap(_key)
+        self._superseded: LazyHeap[Snapshot] = LazyHeap(_superseded_key)
+        self._lone: LazyHeap[Snapshot] = LazyHeap(_lone_key)
+        self._backed: LazyHeap[Snapshot] = LazyHeap(_backed_key)
 
     def offer(self, snapshot: Snapshot) -> None:
-        key = _key(snapshot)
-        if key is not None:
-            heap = (self._superseded, self._lone, self._backed)[key[0]]
-            snapshot.slot_queued = heap.renew(snapshot.slot_queued, key, snapshot)
+        """Queue a snapshot where it belongs. Its entry elsewhere is stale: it has no key there any more."""
+        if snapshot.slot is None or snapshot.pins:
+            return
+        queued = snapshot.slot_queued
+        if snapshot.superseded:
+            snapshot.slot_queued = self._superseded.renew(queued, snapshot.superseded, snapshot)
+        elif snapshot.where & HOST:
+            snapshot.slot_queued = self._backed.renew(queued, snapshot.hit_tick, snapshot)
+        else:
+            snapshot.slot_queued = self._lone.renew(queued, (snapshot.value, snapshot.hit_tick), snapshot)
 
     def claim(self, claim: float, given: Given) -> bool:
         """Free one slot for something worth `claim`. False when nothing worth no more is unpinned."""
@@ -59,11 +63,17 @@ class SlotOrder:
         return [*self._superseded.in_order(), *self._lone.in_order(), *self._backed.in_order()]
 
 
-def _key(snapshot: Snapshot) -> Key | None:
-    if snapshot.slot is None or snapshot.pins:
+def _superseded_key(snapshot: Snapshot) -> int | None:
+    return snapshot.superseded or None if snapshot.slot is not None and not snapshot.pins else None
+
+
+def _lone_key(snapshot: Snapshot) -> tuple[float, int] | None:
+    if snapshot.slot is None or snapshot.pins or snapshot.superseded or snapshot.where & HOST:
         return None
-    if snapshot.superseded:
-        return 0, snapshot.superseded, 0
-    if snapshot.where & HOST:
-        return 2, snapshot.hit_tick, 0
-    return 1, snapshot.value, snapshot.hit_tick
+    return snapshot.value, snapshot.hit_tick
+
+
+def _backed_key(snapshot: Snapshot) -> int | None:
+    if snapshot.slot is None or snapshot.pins or snapshot.superseded or not snapshot.where & HOST:
+        return None
+    return snapshot.hit_tick
