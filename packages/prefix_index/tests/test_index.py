@@ -503,3 +503,26 @@ def test_fills_of_what_is_there_already_are_refused() -> None:
         index.begin_fill(done.snapshot, Tier.HOST, driver.pages(33))  # type: ignore[attr-defined]
     index.land(ticket)
     index.check_invariants()
+
+
+def test_the_epoch_moves_when_something_is_lost_or_cut_and_only_then() -> None:
+    index = make(image_slabs=1)
+    driver = Driver(index)
+    done = driver.run(list(range(8)), 8)
+    epoch = index.epoch
+    match = index.match(index.prepare(range(20)))
+    lease = index.acquire(match, match.best)
+    index.activate(lease)
+    index.extend(lease, range(8, 16), driver.pages(2))
+    index.publish(lease, 16, slot=77)
+    ticket = index.begin_fill(lease, Tier.HOST, driver.pages(4))
+    index.land(ticket)
+    index.release(lease)
+    assert index.epoch == epoch, "insert, publication, landing and pins renumber nothing"
+    index.begin_fill(done.snapshot, Tier.HOST, driver.pages(1))  # type: ignore[attr-defined]
+    assert index.epoch == epoch
+    driver.run([*range(12), 90, 91, 92, 93])
+    assert index.epoch > epoch, "a branch cut the edge"
+    epoch = index.epoch
+    index.evict_device(1)
+    assert index.epoch > epoch, "a copy is gone"

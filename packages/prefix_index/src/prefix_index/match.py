@@ -241,6 +241,8 @@ class Match:
         return Candidate(SnapshotHandle(self._owner, snapshot), snapshot.frontier, depth, where, missing, filling)
 
     def _filling_below(self, depth: int) -> int:
+        if not self._filling:
+            return 0
         return sum(min(end, depth) - first for first, end in self._filling if first < depth)
 
     def __repr__(self) -> str:

@@ -70,9 +70,10 @@ def _check(core: Core, lease: Lease, frontier: int, depth: int, slot: int, tail:
         raise InvalidArgument(f"publish: the tail must be {expected} tokens, got {len(tail) // TOKEN_BYTES}")
     if len(pages) != (geometry.num_pools if tail else 0):
         raise InvalidArgument(f"publish: a tail needs {geometry.num_pools} pages, no tail none, got {pages!r}")
-    if slot < 0 or any(page < 0 for page in pages):
+    if slot < 0 or min(pages, default=0) < 0:
         raise InvalidArgument(f"publish: slot and pages must not be negative, got slot {slot!r}, pages {pages!r}")
-    assert hold.edge is not None
-    there = held(hold.edge, Tier.DEVICE)
+    edge = hold.edge
+    assert edge is not None
+    there = edge.start + edge.dev if edge.dev else held(edge, Tier.DEVICE)
     if there < depth:
         raise WrongState(f"publish: {depth} blocks of the path must be held on the device, got {there}")
