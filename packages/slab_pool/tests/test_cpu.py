@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from slab_pool import CALLING_THREAD, CopyBatch, CpuCopyStream, Direction, record_copies
+from slab_pool import CALLING_THREAD, Copy, CopyBatch, CpuCopyStream, Direction, record_copies
 from slab_pool.cpu import HostCompletion, copy_now
 from slab_pool.testing import CopyFailures
 from slab_pool_strategies import SLAB, small_pool
@@ -114,6 +114,23 @@ def test_waiting_on_a_later_part_waits_for_it(gated):
     copies.open()
     waiter.join(60)
     assert seen == [9]
+
+
+def test_copies_of_few_and_many_rows_keep_their_order_where_they_overlap():
+    host = torch.arange(200).to(torch.uint8)
+    device = torch.zeros(100, dtype=torch.uint8)
+    copies = [
+        Copy(device, 0, 12, host, 100, 12, 12, 1),
+        Copy(device, 0, 10, host, 0, 10, 4, 8),  # many rows, over part of the first
+        Copy(device, 20, 10, host, 150, 10, 3, 2),  # few rows, over part of the second
+    ]
+    want = device.clone()
+    for copy in copies:
+        for row in range(copy.rows):
+            to, at = copy.device_offset + row * copy.device_pitch, copy.host_offset + row * copy.host_pitch
+            want[to : to + copy.width] = host[at : at + copy.width]
+    copy_now(copies, Direction.HOST_TO_DEVICE)
+    assert torch.equal(device, want)
 
 
 def test_waiters_for_different_parts_are_each_woken_in_their_turn():

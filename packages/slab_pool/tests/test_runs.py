@@ -74,6 +74,12 @@ def test_consecutive_pages_and_slabs_are_one_run_a_chunk():
     )
 
 
+def test_a_step_between_two_stretches_belongs_to_neither():
+    """Steps 1, 1, 2, 3, 3: the lone 2 joins no run, and its end begins the next one."""
+    places = [0, 1, 2, 4, 7, 10]
+    assert [run.num_records for run in plan([(place, place) for place in places], slabs_per_chunk=100)] == [3, 3]
+
+
 def test_a_pitch_above_the_engine_s_maximum_is_split():
     pairs = [(0, 0), (1, 6), (2, 12)]
     assert len(plan(pairs, slabs_per_chunk=100, max_pitch_bytes=9000)) == 1
