@@ -6,10 +6,10 @@ import copy
 import random
 from collections.abc import Iterator
 
+from index_driver import Driver, make, raw
 from paired_world import World
 from prefix_index import SnapshotKind, Tier
 from prefix_index.digest import digest_of
-from test_index import Driver, make, raw
 
 Path = tuple[object, ...]
 

@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 
+from index_driver import Driver, make, raw
 from paired_world import World
 from prefix_index import Lease, SnapshotHandle, StaleHandle, Tier
 from prefix_index.nodes import Edge, Hold, Root, Snapshot
-from test_index import Driver, make, raw
 
 KINDS = (Edge, Root, Snapshot, Hold)
 

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from follower import Follower
+from index_rig import BOUNDARY, ENDPOINT, TAP, Rig
 from prefix_index import (
     CostModel,
     Freed,
@@ -19,7 +20,6 @@ from prefix_index import (
     plan_host_restore,
     plan_taps,
 )
-from test_catalogue import BOUNDARY, ENDPOINT, TAP, Rig
 
 
 def test_1_the_third_request_finds_what_the_first_left() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from index_driver import BLOCK, Driver, make, raw
 from prefix_index import (
     CostModel,
     HostTables,
@@ -16,7 +17,6 @@ from prefix_index import (
     WrongState,
     plan_host_restore,
 )
-from test_index import BLOCK, Driver, make, raw
 
 IMAGE_SLABS = 4
 
