@@ -476,3 +476,43 @@ def test_the_epoch_moves_when_something_is_lost_or_cut_and_only_then() -> None:
     epoch = index.epoch
     index.evict_device(1)
     assert index.epoch > epoch, "a copy is gone"
+
+
+def test_decoded_blocks_grow_a_leaf_edge_up_to_its_limit() -> None:
+    """One block at a time: 200 blocks make four edges, and the path reads back as one."""
+    index = make(snapshots=False)
+    lease = index.acquire(index.match(index.prepare(range(3))))
+    for block in range(200):
+        done = index.extend(lease, range(block * BLOCK, (block + 1) * BLOCK), [block])
+        assert done.inserted == ((block, block + 1),)
+    index.check_invariants()
+    assert index.stats().edges == 4
+    index.release(lease)
+    match = index.match(index.prepare(range(200 * BLOCK + 1)))
+    assert index.acquire(match, match.best).pages == (tuple(range(200)),)
+
+
+def test_a_leaf_grows_only_while_nobody_else_stands_on_its_end() -> None:
+    index = make(snapshots=False)
+    first = index.acquire(index.match(index.prepare(range(3))))
+    index.extend(first, range(8), [0, 1])
+    match = index.match(index.prepare(range(9)))
+    second = index.acquire(match, match.best)
+    index.extend(first, range(8, 12), [2])
+    assert index.stats().edges == 2
+    index.release(second)
+    index.extend(first, range(12, 16), [3])
+    assert index.stats().edges == 2
+    index.release(first)
+    index.check_invariants()
+
+
+def test_a_prompt_prepared_for_other_blocks_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="prepared with this block size and hash"):
+        make().match(make(block_tokens=8).prepare(range(9)))
+    with pytest.raises(InvalidArgument, match="block_tokens must be between 1 and 4096, got 0"):
+        make(block_tokens=0)
+    with pytest.raises(InvalidArgument, match="a pool's lag must be 0 or 1, got 2"):
+        make(pools=(Pool(lag=2),))
+    with pytest.raises(InvalidArgument, match="at least one pool"):
+        make(pools=())

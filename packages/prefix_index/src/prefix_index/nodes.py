@@ -63,7 +63,7 @@ class Edge(Walked):
         "key",  # hash of the first block
         "last",
         "live",  # units of snapshots
-        "lost",  # why no snapshot is here although one was: a LossReason value, or 0
+        "lost",  # 1 when the latest snapshot here was lost, 0 once there is one again
         "pages",  # interleaved by pool: page of block i in pool p is pages[i * pools + p]
         "parent",
         "pins",  # holds ending here plus pinned children
