@@ -41,6 +41,7 @@ from .request import (
     NewTokens,
     SamplingParams,
     Started,
+    TokenLogprobs,
     TokenStream,
     Usage,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "SamplingRow",
     "Started",
     "TapHints",
+    "TokenLogprobs",
     "TokenStream",
     "Usage",
 ]

@@ -28,13 +28,24 @@ from prefix_index import (
     plan_coalescing,
     plan_taps,
 )
-from qwen35_kernels import BLOCK_TOKENS
+from qwen35_kernels import BLOCK_TOKENS, log_probabilities
 from slab_pool import CopyFailed
 
 from .cache import AdmissionQuote, LaneMemory, PrefixCache
 from .errors import EngineError, ExecutionError, QueueTimeout, RequestError
 from .options import OUTPUT_WINDOW_TOKENS, EffectiveOptions
-from .request import Event, Failed, Finished, FinishReason, GenerationRequest, NewTokens, Started, TokenStream, Usage
+from .request import (
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    NewTokens,
+    Started,
+    TokenLogprobs,
+    TokenStream,
+    Usage,
+)
 from .sampling import Sampler, SamplingRow
 from .scheduler import LaneView, PrefillChunk, plan_step
 
@@ -340,10 +351,12 @@ class Core:
             )
             for lane in lanes
         ]
-        ids = self._sampler(self._model.logits(hidden), rows)
-        for lane, token in zip(lanes, ids, strict=True):
+        logits = self._model.logits(hidden)
+        ids = self._sampler(logits, rows)
+        for lane, token, row in zip(lanes, ids, logits, strict=True):
             lane.tokens.append(token)
-            lane.job.stream.put(NewTokens((token,)))
+            wanted = lane.job.request.logprobs
+            lane.job.stream.put(NewTokens((token,), () if wanted is None else (_logprobs(row, token, wanted),)))
             if token in lane.job.request.stop_token_ids:
                 self._finish(lane, "stop")
             elif lane.completion_tokens >= lane.job.max_tokens:
@@ -377,6 +390,13 @@ def _usage(lane: _Lane) -> Usage:
         cached_tokens=lane.memory.frontier,
         completion_tokens=lane.completion_tokens,
     )
+
+
+def _logprobs(logits: Tensor, drawn: int, wanted: int) -> TokenLogprobs:
+    """Of one row of logits, ``[vocab]``."""
+    row = log_probabilities(logits=logits.unsqueeze(0))[0]
+    best = row.topk(min(wanted, len(row)))
+    return TokenLogprobs(float(row[drawn]), tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
 
 def _require_finite(hidden: Tensor) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import slab_pool
-from slab_pool import Copy, CopyBatch, CopyStream, Direction, Run, SlabPool, Ticket
+from slab_pool import Copy, CopyBatch, CopyStream, Direction, Runs, SlabPool, Ticket
 
 from .errors import OptionError
 from .memory import DeviceMemory
@@ -177,10 +177,10 @@ class HostTier:
             copies_in_flight=reads.in_flight_batches + writes.in_flight_batches,
         )
 
-    def _runs(self, pages: Sequence[int], slabs: Sequence[int]) -> tuple[Run, ...]:
+    def _runs(self, pages: Sequence[int], slabs: Sequence[int]) -> Runs:
         return self._pool.plan_runs(pages, slabs, record_bytes=self._memory.page_layout.page_bytes)
 
-    def _page_copies(self, runs: tuple[Run, ...], begin: int = 0, end: int | None = None) -> list[Copy]:
+    def _page_copies(self, runs: Runs, begin: int = 0, end: int | None = None) -> list[Copy]:
         last = self._memory.page_layout.page_bytes if end is None else end
         return slab_pool.record_copies(self._pool, self._memory.pages, runs, begin, last) if runs else []
 

@@ -21,9 +21,12 @@ __all__ = [
     "NewTokens",
     "SamplingParams",
     "Started",
+    "TokenLogprobs",
     "TokenStream",
     "Usage",
 ]
+
+MAX_LOGPROBS = 64
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -67,6 +70,8 @@ class GenerationRequest:
         sampling: how tokens are drawn.
         max_tokens: output tokens at most; None allows what the context holds.
         stop_token_ids: a token of these ends the answer and belongs to it.
+        logprobs: how many of the most likely tokens to report at each position besides the one drawn, 0 to 64; None
+            reports nothing.
         namespace: the isolation domain; nothing is shared between two of them.
         hints: what is known of the prompt's structure: where a later prompt may well continue differently, such as the
             start of the generation opener. Snapshots are planned from it.
@@ -77,6 +82,7 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
     namespace: bytes = b""
     hints: TapHints = field(default_factory=TapHints)
     reuse: bool = True
@@ -85,6 +91,10 @@ class GenerationRequest:
         _require(len(self.tokens) >= 1, "a prompt must have at least one token", len(self.tokens))
         if self.max_tokens is not None:
             _require(self.max_tokens >= 1, "max_tokens must be at least 1", self.max_tokens)
+        if self.logprobs is not None:
+            _require(
+                0 <= self.logprobs <= MAX_LOGPROBS, f"logprobs must be between 0 and {MAX_LOGPROBS}", self.logprobs
+            )
         opener = () if self.hints.opener is None else (self.hints.opener,)
         for position in (*self.hints.explicit, *opener, *self.hints.structural, *self.hints.automatic):
             _require(1 <= position <= len(self.tokens), "a hint's position must lie inside the prompt", position)
@@ -107,8 +117,20 @@ class Started:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities before any temperature or cut: of the token drawn, and ``(id, log-probability)`` of the most
+    likely ones, best first."""
+
+    drawn: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class NewTokens:
+    """Tokens that were drawn; ``logprobs`` has one entry for each if the request asked for them, else none."""
+
     ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
