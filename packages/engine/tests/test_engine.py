@@ -303,6 +303,20 @@ def test_the_queue_is_bounded(folder: Path) -> None:
         collect(engine.submit(request([1, 2])))
 
 
+def test_log_probabilities_are_those_of_transformers(engine: Engine) -> None:
+    prompt = tokens(50, 40)
+    events = list(engine.submit(request(prompt, 5, logprobs=4)))
+    drawn = [(i, entry) for e in events if isinstance(e, NewTokens) for i, entry in zip(e.ids, e.logprobs, strict=True)]
+    whole = [*prompt, *(i for i, _ in drawn)]
+    expected = tiny_checkpoints.oracle_log_probabilities(tiny_checkpoints.oracle(seed=5), whole)[49:-1]
+    assert len(drawn) == 5
+    for (i, entry), row in zip(drawn, expected, strict=True):
+        assert entry.drawn == pytest.approx(float(row[i]), abs=1e-4)
+        assert [token for token, _ in entry.top] == row.topk(4).indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
+    assert all(not e.logprobs for e in engine.submit(request(prompt, 2)) if isinstance(e, NewTokens))
+
+
 # ---- cancel, close, failure -------------------------------------------------------------------------------------
 
 

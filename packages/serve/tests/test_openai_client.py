@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
+from transformers import AutoTokenizer
 
+from qwen35_engine.demo import demo_folder
 from server_process import Server, running_server
 
 SYSTEM = {"role": "system", "content": "You answer briefly. " + "Remember every locker and its owner. " * 20}
@@ -94,8 +97,8 @@ def test_the_second_turn_computes_only_what_is_new(client: OpenAI, thinking: boo
     assert usage.prompt_tokens_details is not None
     cached = usage.prompt_tokens_details.cached_tokens
     assert cached is not None
-    # Everything up to the opener of the first answer, or to where other conversations left the system prompt, if that is
-    # less than a block before it: one snapshot then serves for both.
+    # Everything up to the opener of the first answer, or to where other conversations left the system prompt, if that
+    # is less than a block before it: one snapshot then serves for both.
     assert first.usage.prompt_tokens - 10 - 64 <= cached < usage.prompt_tokens
 
 
@@ -121,6 +124,48 @@ def test_a_warm_answer_is_the_cold_answer(client: OpenAI) -> None:
             assert cold_answer.usage.prompt_tokens_details.cached_tokens == 0
             messages.append({"role": "assistant", "content": text or "."})
         cold.close()
+
+
+def test_a_completion_of_text_and_of_its_tokens(client: OpenAI) -> None:
+    options: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 12}
+    prompt = "Ana keeps the red suitcase in Oslo. " * 20
+    by_text = client.completions.create(prompt=prompt, **options)
+    tokenizer = AutoTokenizer.from_pretrained(demo_folder())
+    by_ids = client.completions.create(prompt=tokenizer.encode(prompt), **options)
+    assert by_text.choices[0].text == by_ids.choices[0].text
+    assert by_ids.usage is not None
+    assert by_ids.usage.prompt_tokens_details is not None
+    cached = by_ids.usage.prompt_tokens_details.cached_tokens
+    assert cached is not None
+    assert cached >= by_ids.usage.prompt_tokens - 64
+    stream = client.completions.create(prompt=prompt, stream=True, **options)
+    assert "".join(chunk.choices[0].text for chunk in stream) == by_text.choices[0].text
+
+
+def test_log_probabilities_of_a_completion(client: OpenAI) -> None:
+    options: dict[str, Any] = {"model": "demo", "prompt": "Who has locker 7?", "temperature": 0, "max_tokens": 6}
+    whole = client.completions.create(logprobs=3, **options).choices[0].logprobs
+    assert whole is not None
+    assert whole.token_logprobs is not None
+    assert whole.top_logprobs is not None
+    assert whole.tokens is not None
+    for token, drawn, top in zip(whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True):
+        assert drawn == max(top.values()) == top[token] <= 0
+        assert sum(math.exp(value) for value in top.values()) <= 1
+    streamed: list[float] = []
+    for chunk in client.completions.create(logprobs=3, stream=True, **options):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.token_logprobs or []
+    assert streamed == pytest.approx(whole.token_logprobs, abs=1e-4)
+
+
+def test_ignore_eos_goes_on_to_the_limit(client: OpenAI) -> None:
+    answer = client.completions.create(
+        model="demo", prompt="on and on", temperature=1.0, seed=1, max_tokens=400, extra_body={"ignore_eos": True}
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 400
 
 
 def test_seeds_repeat_and_differ(client: OpenAI) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from qwen35_serve.errors import InvalidRequest
-from qwen35_serve.schema import parse_chat_request
+from qwen35_serve.schema import parse_chat_request, parse_completion_request
 
 MINIMAL: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -65,6 +65,34 @@ def test_bodies_that_are_no_json_object(body: bytes) -> None:
 
 
 SECRET = "hunter2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"logprobs": 65}, "logprobs"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": SECRET}, "suffix"),
+    ],
+)
+def test_completion_requests_out_of_range(changes: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_completion_request(json.dumps({"model": "demo", "prompt": "x"} | changes).encode())
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(param)
+    assert SECRET not in caught.value.message
+
+
+def test_a_completion_request() -> None:
+    request = parse_completion_request(b'{"model": "demo", "prompt": [1, 2], "ignore_eos": true, "stop": "x"}')
+    assert request.prompt == [1, 2]
+    assert request.ignore_eos
+    assert request.stop == ["x"]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from .errors import (
 )
 from .options import EffectiveOptions, EngineOptions
 from .request import (
+    MAX_LOGPROBS,
     Event,
     Failed,
     Finished,
@@ -48,6 +49,7 @@ from .request import (
 from .sampling import Sampler, SamplingRow
 
 __all__ = [
+    "MAX_LOGPROBS",
     "CheckpointError",
     "ContextLengthExceeded",
     "EffectiveOptions",

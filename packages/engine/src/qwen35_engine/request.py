@@ -13,6 +13,7 @@ from prefix_index import TapHints
 from .errors import EngineError, RequestError
 
 __all__ = [
+    "MAX_LOGPROBS",
     "Event",
     "Failed",
     "FinishReason",

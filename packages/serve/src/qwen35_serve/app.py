@@ -15,6 +15,7 @@ from starlette.routing import Route
 from qwen35_engine import Engine
 
 from .chat import ChatService
+from .completions import CompletionService
 from .errors import BodyTooLarge, InvalidRequest, ModelNotFound, ServeError, Unavailable
 from .text import ChatText
 
@@ -36,10 +37,14 @@ def create_app(engine: Engine, text: ChatText, *, model_name: str, created: int)
         created: start of the server, seconds since the epoch.
     """
     chat = ChatService(engine, text, model_name=model_name)
+    completion = CompletionService(engine, text, model_name=model_name)
     card = {"id": model_name, "object": "model", "created": created, "owned_by": "qwen35-serve"}
 
     async def chat_completions(request: Request) -> Response:
         return await chat.respond(request, await _read_body(request))
+
+    async def completions(request: Request) -> Response:
+        return await completion.respond(request, await _read_body(request))
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [card]})
@@ -60,6 +65,7 @@ def create_app(engine: Engine, text: ChatText, *, model_name: str, created: int)
     return Starlette(
         routes=[
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/models", models, methods=["GET"]),
             Route("/v1/models/{name:path}", model, methods=["GET"]),
             Route("/v1/cache", cache, methods=["GET"]),

@@ -1,15 +1,19 @@
-"""The request of ``POST /v1/chat/completions``, checked, and what of it the rest of the server reads."""
+"""Request bodies, checked, and what of them the rest of the server reads."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from qwen35_engine import MAX_LOGPROBS
+
 from .errors import InvalidRequest
 
-__all__ = ["ChatRequest", "parse_chat_request"]
+__all__ = ["ChatRequest", "CompletionRequest", "SamplingFields", "parse_chat_request", "parse_completion_request"]
+
+_Request = TypeVar("_Request", bound="SamplingFields")
 
 
 class _Part(BaseModel):
@@ -60,35 +64,55 @@ class StreamOptions(_Part):
     include_usage: bool = False
 
 
-class ChatRequest(_Part):
+class SamplingFields(_Part):
+    """What chat and completions share."""
+
     model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=4)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     # What would change the answer and is not supported must not be dropped in silence.
     n: Literal[1] | None = None
-    logprobs: Literal[False] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    response_format: dict[str, Any] | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
     def _one_or_many(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(SamplingFields):
+    """``prompt`` is text or token ids; ``ignore_eos`` goes on past the model's end tokens up to ``max_tokens``."""
+
+    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    ignore_eos: bool = False
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
+
+
+class ChatRequest(SamplingFields):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: Literal[False] | None = None
+    response_format: dict[str, Any] | None = None
 
     @field_validator("response_format")
     @classmethod
@@ -100,10 +124,6 @@ class ChatRequest(_Part):
     @property
     def output_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
 
     def template_messages(self) -> list[dict[str, Any]]:
         return [message.model_dump(exclude_none=True) for message in self.messages]
@@ -127,22 +147,13 @@ _RESERVED_ARGUMENTS = frozenset(
 
 
 def parse_chat_request(body: bytes) -> ChatRequest:
-    """Check a request body.
+    """Check the body of a chat request.
 
     Raises:
         InvalidRequest: not JSON, or a field missing, of the wrong type or out of its range. Names the field; never
             repeats what the client sent.
     """
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        raise InvalidRequest("the request body must be JSON", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise InvalidRequest("the request body must be a JSON object", code="invalid_json")
-    try:
-        request = ChatRequest.model_validate(value)
-    except ValidationError as error:
-        raise _from_validation(error) from None
+    request = _parse(ChatRequest, body)
     reserved = _RESERVED_ARGUMENTS & set(request.chat_template_kwargs or {})
     if reserved:
         name = min(reserved)
@@ -150,6 +161,24 @@ def parse_chat_request(body: bytes) -> ChatRequest:
             f"chat_template_kwargs.{name}: must not be set by a request", param=f"chat_template_kwargs.{name}"
         )
     return request
+
+
+def parse_completion_request(body: bytes) -> CompletionRequest:
+    """Check the body of a completion request; raises as ``parse_chat_request`` does."""
+    return _parse(CompletionRequest, body)
+
+
+def _parse(kind: type[_Request], body: bytes) -> _Request:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        raise InvalidRequest("the request body must be JSON", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the request body must be a JSON object", code="invalid_json")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise _from_validation(error) from None
 
 
 def _from_validation(error: ValidationError) -> InvalidRequest:

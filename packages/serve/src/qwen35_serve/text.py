@@ -83,15 +83,20 @@ class ChatText:
         opener_text = whole[len(history) :]
         if whole.startswith(history) and opener_text.startswith("<|im_start|>"):
             # A control token always splits the text, so both parts can be tokenised on their own.
-            before = self._encode(history)
-            return ChatPrompt((*before, *self._encode(opener_text)), len(before) or None, thinking)
-        return ChatPrompt(tuple(self._encode(whole)), None, thinking)
+            before = self.encode(history)
+            return ChatPrompt((*before, *self.encode(opener_text)), len(before) or None, thinking)
+        return ChatPrompt(tuple(self.encode(whole)), None, thinking)
+
+    def show(self, token: int) -> str:
+        """One token as text, U+FFFD for bytes that are no character by themselves."""
+        return TokenDecoder(self._pieces).feed([token]) or self._pieces[token].decode(errors="replace")
 
     def decoder(self) -> TokenDecoder:
         """A decoder for one answer."""
         return TokenDecoder(self._pieces)
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Token ids of text as it is, without a template."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 

@@ -1,0 +1,112 @@
+"""``POST /v1/completions``: plain continuation of text or token ids, whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from qwen35_engine import Engine, GenerationRequest
+
+from .errors import ModelNotFound, ServeError
+from .generation import End, Generation, Piece, sampling_of, unless_client_leaves
+from .schema import CompletionRequest, parse_completion_request
+from .shapes import head, sse, usage_body
+from .text import ChatText
+
+__all__ = ["CompletionService"]
+
+
+class CompletionService:
+    """Answers completion requests with one engine."""
+
+    def __init__(self, engine: Engine, text: ChatText, *, model_name: str) -> None:
+        self._engine = engine
+        self._text = text
+        self._model_name = model_name
+
+    async def respond(self, http: Request, body: bytes) -> Response:
+        """Answer one request.
+
+        Raises:
+            ServeError: before the answer has begun.
+        """
+        request, tokens = await asyncio.to_thread(self._prepare, body)
+        generation = Generation(
+            self._engine,
+            self._text.decoder(),
+            GenerationRequest(
+                tokens=tokens,
+                sampling=sampling_of(request),
+                max_tokens=request.max_tokens or _DEFAULT_MAX_TOKENS,
+                stop_token_ids=frozenset() if request.ignore_eos else self._engine.config.eos_token_ids,
+                logprobs=request.logprobs,
+            ),
+            stops=request.stop or (),
+        )
+        await generation.start()
+        if request.stream:
+            return StreamingResponse(self._stream(request, generation), media_type="text/event-stream")
+        return await unless_client_leaves(http, generation, lambda: self._whole(request, generation))
+
+    def _prepare(self, body: bytes) -> tuple[CompletionRequest, list[int]]:
+        request = parse_completion_request(body)
+        if request.model != self._model_name:
+            raise ModelNotFound(
+                f"model: this server serves {self._model_name!r}", param="model", code="model_not_found"
+            )
+        prompt = request.prompt
+        return request, self._text.encode(prompt) if isinstance(prompt, str) else prompt
+
+    async def _whole(self, request: CompletionRequest, generation: Generation) -> Response:
+        pieces: list[Piece] = []
+        async for item in generation:
+            if isinstance(item, End):
+                choice = self._choice(request, pieces, item.reason)
+                body = {"choices": [choice], "usage": usage_body(item.usage)}
+                return JSONResponse(head("cmpl", "text_completion", self._model_name) | body)
+            pieces.append(item)
+        raise AssertionError("a generation ends with its end")
+
+    async def _stream(self, request: CompletionRequest, generation: Generation) -> AsyncIterator[str]:
+        """Server-sent events. Closing the generator (the client left) cancels the request."""
+        first = head("cmpl", "text_completion", self._model_name)
+        if request.include_usage:
+            first["usage"] = None
+        try:
+            async for item in generation:
+                if isinstance(item, End):
+                    yield sse(first | {"choices": [self._choice(request, [], item.reason)]})
+                    if request.include_usage:
+                        yield sse(first | {"choices": [], "usage": usage_body(item.usage)})
+                elif item.text or item.logprobs:
+                    yield sse(first | {"choices": [self._choice(request, [item], None)]})
+        except ServeError as error:
+            # The status line is long gone; the client learns it from the stream.
+            yield sse(error.body())
+        finally:
+            generation.cancel()
+        yield "data: [DONE]\n\n"
+
+    def _choice(self, request: CompletionRequest, pieces: list[Piece], reason: str | None) -> dict[str, Any]:
+        logprobs = None if request.logprobs is None else self._logprobs(pieces)
+        text = "".join(piece.text for piece in pieces)
+        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
+        """OpenAI's lists. Tokens of equal text among the most likely keep the likeliest."""
+        show = self._text.show
+        tokens, drawn, top = [], [], []
+        for piece in pieces:
+            for token, entry in zip(piece.ids, piece.logprobs, strict=True):
+                tokens.append(show(token))
+                drawn.append(entry.drawn)
+                top.append({show(i): value for i, value in reversed(entry.top)})
+        return {"tokens": tokens, "token_logprobs": drawn, "top_logprobs": top}
+
+
+# OpenAI's default for this route.
+_DEFAULT_MAX_TOKENS = 16

@@ -1,0 +1,157 @@
+"""One request in the engine, as text that comes: what every route that generates has in common."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from qwen35_engine import (
+    Engine,
+    EngineError,
+    Failed,
+    Finished,
+    GenerationRequest,
+    NewTokens,
+    SamplingParams,
+    Started,
+    TokenLogprobs,
+    TokenStream,
+    Usage,
+)
+
+from .errors import ServeError, Unavailable, from_engine
+from .schema import SamplingFields
+from .text import StopStrings, TokenDecoder
+
+__all__ = ["End", "Generation", "Piece", "sampling_of", "unless_client_leaves"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text to show, perhaps none yet, and the tokens that came with it."""
+
+    text: str
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class End:
+    """How it ended, ``stop`` or ``length``, and what it cost."""
+
+    reason: str
+    usage: Usage
+
+
+class Generation:
+    """Iterate once; ends with an ``End`` or raises ServeError. Leaving early is ``cancel``."""
+
+    def __init__(
+        self, engine: Engine, decoder: TokenDecoder, request: GenerationRequest, *, stops: Sequence[str]
+    ) -> None:
+        self._engine = engine
+        self._decoder = decoder
+        self._request = request
+        self._stops = StopStrings(stops)
+        self._wake = asyncio.Event()
+        self._stream: TokenStream | None = None
+
+    async def start(self) -> None:
+        """Queue the request.
+
+        Raises:
+            ServeError: the engine refuses it.
+        """
+        loop = asyncio.get_running_loop()
+
+        def notify() -> None:
+            # The loop may be gone while the worker still ends its streams.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._wake.set)
+
+        try:
+            self._stream = await asyncio.to_thread(self._engine.submit, self._request, notify=notify)
+        except EngineError as error:
+            raise from_engine(error) from error
+
+    def cancel(self) -> None:
+        if self._stream is not None:
+            self._stream.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Piece | End]:
+        assert self._stream is not None
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            for event in self._stream.take():
+                match event:
+                    case Started():
+                        pass
+                    case NewTokens(ids, logprobs):
+                        # What is drawn after a stop string, before the cancel arrives, nobody is to see.
+                        if not self._stops.stopped:
+                            yield Piece(self._stops.feed(self._decoder.feed(ids)), ids, logprobs)
+                            self._cancel_if_stopped()
+                    case Failed(error):
+                        raise from_engine(error)
+                    case Finished(reason, usage):
+                        rest = self._stops.feed(self._decoder.finish()) + self._stops.finish()
+                        if rest:
+                            yield Piece(rest)
+                        yield End(self._finish_reason(reason), usage)
+                        return
+
+    def _cancel_if_stopped(self) -> None:
+        """The engine's last event still tells what it cost."""
+        if self._stops.stopped:
+            self.cancel()
+
+    def _finish_reason(self, reason: str) -> str:
+        if self._stops.stopped:
+            return "stop"
+        if reason == "cancelled":
+            raise Unavailable("the request was cancelled", code="cancelled")
+        return reason
+
+
+async def unless_client_leaves(
+    http: Request, generation: Generation, collect: Callable[[], Awaitable[Response]]
+) -> Response:
+    """The collected answer; when the client goes away before it is there, the request is cancelled."""
+    collecting = asyncio.ensure_future(collect())
+    leaving = asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return collecting.result() if collecting.done() else Response(status_code=499)
+    finally:
+        generation.cancel()
+        for task in (collecting, leaving):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ServeError):
+                await task
+
+
+async def _disconnected(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def sampling_of(request: SamplingFields) -> SamplingParams:
+    """The request's sampling, with OpenAI's defaults for what it leaves out."""
+
+    def given(value: Any, default: Any) -> Any:
+        return default if value is None else value
+
+    return SamplingParams(
+        temperature=given(request.temperature, 1.0),
+        top_k=given(request.top_k, 0),
+        top_p=given(request.top_p, 1.0),
+        min_p=given(request.min_p, 0.0),
+        seed=request.seed,
+    )
