@@ -516,3 +516,23 @@ def test_a_prompt_prepared_for_other_blocks_is_refused() -> None:
         make(pools=(Pool(lag=2),))
     with pytest.raises(InvalidArgument, match="at least one pool"):
         make(pools=())
+
+
+def test_the_reason_is_about_what_lies_below_the_best_candidate() -> None:
+    """A lost snapshot above the best one is no reason; one below it is."""
+    index = make()
+    driver = Driver(index)
+    driver.run(list(range(4)), 4, kind=SnapshotKind.BOUNDARY)
+    driver.run(list(range(8)), 8, kind=SnapshotKind.BOUNDARY)
+    driver.run(list(range(12)))
+    prompt = index.prepare(range(13))
+    assert index.match(prompt).reason is Reason.NO_SNAPSHOT
+    for _ in range(9):
+        match = index.match(prompt)
+        index.release(index.acquire(match, match.best))
+    index.claim_slot()
+    match = index.match(prompt)
+    assert ([c.frontier for c in match.candidates], match.reason) == ([8], Reason.NO_SNAPSHOT)
+    index.claim_slot()
+    match = index.match(prompt)
+    assert (list(match.candidates), match.reason) == ([], Reason.IMAGE_LOST)

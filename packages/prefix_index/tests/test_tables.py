@@ -85,6 +85,26 @@ def test_what_is_superseded_dead_or_only_on_the_device_is_not_exported() -> None
     index.release(lease)
     assert len(index.export().blocks) == 2
     assert [row.frontier for row in index.export().snapshots] == [8]
+    match = index.match(index.prepare([*A, 0]))
+    lease = index.acquire(match, match.best)
+    index.land(index.begin_fill(lease, Tier.DEVICE, driver.pages(2)))
+    index.extend(lease, range(80, 84), driver.pages(1))
+    index.publish(lease, 12, slot=9999)  # its lineage moves past the one exported so far
+    index.release(lease)
+    assert index.export().snapshots == ()
+
+
+def test_a_restore_keeps_hits_and_the_order_of_use() -> None:
+    index = hosted([(A, 8), (B, 9)])
+    match = index.match(index.prepare([*A, 0]))
+    index.release(index.acquire(match, match.best))
+    tables = index.export()
+    assert [(row.frontier, row.hits) for row in tables.snapshots] == [(9, 0), (8, 1)]
+    other = make(image_slabs=IMAGE_SLABS)
+    other.restore(tables)
+    assert [(row.frontier, row.hits) for row in other.export().snapshots] == [(9, 0), (8, 1)]
+    blocks = other.dump()["namespaces"][0]["blocks"]  # type: ignore[index]
+    assert [(block["depth"], block["recency"]) for block in blocks] == [(0, 1), (1, 1), (1, 0)]
 
 
 def test_export_waits_for_fills_to_land() -> None:
