@@ -131,6 +131,12 @@ class Bench:
             self.finish(lane, tokens)
         return lane
 
+    def on_host_only(self, tokens: list[int]) -> None:
+        """Compute and finish a prompt, let its copies land, and let the device lose it."""
+        self.run(tokens, finish=True)
+        self.land_all()
+        self.lose_device()
+
     def land_all(self) -> None:
         """Everything on its way arrives and is settled."""
         self.writes.land_all()

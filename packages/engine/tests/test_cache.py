@@ -139,9 +139,7 @@ def test_growth_takes_what_the_cache_can_spare_and_no_more() -> None:
 def test_what_left_the_device_comes_back_from_the_host() -> None:
     bench = Bench(slabs=40)
     tokens = list(range(150))
-    bench.run(tokens, finish=True)
-    bench.land_all()
-    bench.lose_device()
+    bench.on_host_only(tokens)
     bench.memory.pages[1:] = 0xEE
     bench.memory.states[1:] = 0xEE
     following = [*tokens, 7, 8, 9]
@@ -160,9 +158,7 @@ def test_a_restore_lands_in_the_order_of_a_pass() -> None:
     """Each part is there when its layer has waited, and no later one needs to be."""
     bench = Bench(slabs=40)
     tokens = list(range(150))
-    bench.run(tokens, finish=True)
-    bench.land_all()
-    bench.lose_device()
+    bench.on_host_only(tokens)
     lane = bench.admit([*tokens, 1])
     assert lane is not None
     assert lane.restore is not None
@@ -185,9 +181,7 @@ def test_a_restore_lands_in_the_order_of_a_pass() -> None:
 def test_blocks_that_are_still_arriving_are_not_offered_to_others() -> None:
     bench = Bench(slabs=40)
     tokens = list(range(150))
-    bench.run(tokens, finish=True)
-    bench.land_all()
-    bench.lose_device()
+    bench.on_host_only(tokens)
     first = bench.admit([*tokens, 1])
     second = bench.admit([*tokens, 2])
     assert first is not None
@@ -203,9 +197,7 @@ def test_blocks_that_are_still_arriving_are_not_offered_to_others() -> None:
 def test_a_lane_cancelled_before_its_first_pass_leaves_its_memory_to_the_copies() -> None:
     bench = Bench(slabs=40)
     tokens = list(range(150))
-    bench.run(tokens, finish=True)
-    bench.land_all()
-    bench.lose_device()
+    bench.on_host_only(tokens)
     lane = bench.admit([*tokens, 1])
     assert lane is not None
     slot, own = lane.slot, set(lane.private)
@@ -228,9 +220,7 @@ def test_a_source_is_not_evicted_while_it_is_read() -> None:
     """The slabs a restore reads from stay where they are, even when the lane is gone and the tier is emptied."""
     bench = Bench(slabs=40)
     tokens = list(range(150))
-    bench.run(tokens, finish=True)
-    bench.land_all()
-    bench.lose_device()
+    bench.on_host_only(tokens)
     before = bench.cache.stats().host
     lane = bench.admit([*tokens, 1])
     assert lane is not None
