@@ -536,3 +536,27 @@ def test_the_reason_is_about_what_lies_below_the_best_candidate() -> None:
     index.claim_slot()
     match = index.match(prompt)
     assert (list(match.candidates), match.reason) == ([], Reason.IMAGE_LOST)
+
+
+@pytest.mark.parametrize("first", [(), ((1, 5),)])
+def test_twins_that_differ_in_their_tails_extra_stand_in_for_each_other(first: tuple[tuple[int, int], ...]) -> None:
+    """Two snapshots at one frontier: whichever is lost, what lies below is valued from the other."""
+    index = make()
+    second = ((1, 5),) if not first else ()
+    for slot, (tokens, extras) in enumerate((([0, 1], first), ([0, 1], second), (list(range(8)), ()))):
+        lease = index.acquire(index.match(index.prepare([*tokens, 99], extras=extras)))
+        whole = tokens[: len(tokens) // BLOCK * BLOCK]
+        index.extend(lease, whole, [10 * slot + block for block in range(len(whole) // BLOCK)])
+        tail = raw(*tokens[len(whole) :])
+        pages = [90 + slot] if tail else []
+        index.publish(lease, len(tokens), slot=slot, tail=tail, tail_pages=pages, kind=SnapshotKind.BOUNDARY)
+        index.release(lease)
+        index.check_invariants()
+    deepest = index.match(index.prepare(range(9))).candidates[0]
+    for _ in range(9):
+        match = index.match(index.prepare(range(9)))
+        index.release(index.acquire(match, match.candidates[0]))
+    assert deepest.frontier == 8
+    while index.claim_slot() is not None:
+        index.check_invariants()
+    assert index.stats().snapshots == 0
