@@ -312,7 +312,7 @@ def test_misuse_names_the_operation_and_changes_nothing() -> None:
         index.extend(lease, [1, 2, 3], [1])
     with pytest.raises(InvalidArgument, match=r"extend: one page entry per block"):
         index.extend(lease, [1, 2, 3, 4], [1, 2])
-    with pytest.raises(InvalidArgument, match=r"must not be negative, got -1"):
+    with pytest.raises(InvalidArgument, match=r"extend: handles must be ints that are not negative"):
         index.extend(lease, [1, 2, 3, 4], [-1])
     with pytest.raises(InvalidArgument, match=r"publish: 12 tokens need 3 committed blocks, got 2"):
         index.publish(lease, 12, slot=1)

@@ -412,7 +412,7 @@ class PrefixIndex:
         edge = lease._hold.edge
         assert edge is not None
         pools = self._geometry.num_pools if tier is Tier.DEVICE else 1
-        joined: array[int] = array("q")
+        joined: array[int] = array("Q")
         for part in path_of(edge):
             held = part.pages if tier is Tier.DEVICE else part.slabs
             if held is not None and part.end > first and part.start < end:

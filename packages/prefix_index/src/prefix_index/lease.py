@@ -105,7 +105,7 @@ class Lease:
         if edge is None:
             raise StaleHandle("pages: the lease must be open, got a released one")
         pools = self._pools
-        joined: array[int] = array("q")
+        joined: array[int] = array("Q")
         for part in path_of(edge):
             joined += part.pages
             if part.end >= self._resume_depth:

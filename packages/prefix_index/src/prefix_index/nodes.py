@@ -136,7 +136,7 @@ class Root(Edge):
     namespace: bytes
 
     def __init__(self, namespace: bytes, key: int) -> None:
-        super().__init__(None, key, 0, 0, b"", None, array("q"), 0)
+        super().__init__(None, key, 0, 0, b"", None, array("Q"), 0)
         self.namespace = namespace
         self.frontier = 0
         self.deps = None

@@ -68,8 +68,8 @@ def _add_run(
     extras = tuple(row.extra for row in rows)
     tokens = b"".join(row.tokens for row in rows)
     key = rows[0].block_hash
-    edge = core.tree.add_child(above, key, tokens, extras if any(extras) else None, array("q"), 0)
-    hold_on_host(core, edge, array("q", [row.slab for row in rows]))
+    edge = core.tree.add_child(above, key, tokens, extras if any(extras) else None, array("Q"), 0)
+    hold_on_host(core, edge, array("Q", [row.slab for row in rows]))
     core.feed.stored(edge, Tier.HOST, edge.start, edge.end)
     ends[run[-1]] = edge
 

@@ -87,15 +87,15 @@ def page_array(op: str, pages: Sequence[Pages], num_pools: int, num_blocks: int)
         raise InvalidArgument(f"{op}: one page entry per block is needed, {num_blocks}, got {len(pages)}")
     try:
         if num_pools == 1:
-            flat: array[int] = array("q", cast("Sequence[int]", pages))
+            flat: array[int] = array("Q", cast("Sequence[int]", pages))
         else:
-            flat = array("q")
+            flat = array("Q")
             for entry in cast("Sequence[tuple[int, ...]]", pages):
                 if len(entry) != num_pools:
                     raise InvalidArgument(f"{op}: a block needs one page per pool, {num_pools}, got {entry!r}")
                 flat.extend(entry)
     except (TypeError, OverflowError) as error:
-        raise InvalidArgument(f"{op}: pages must be ints, one tuple per block with several pools; {error}") from None
-    if flat and min(flat) < 0:
-        raise InvalidArgument(f"{op}: a page id must not be negative, got {min(flat)}")
+        raise InvalidArgument(
+            f"{op}: handles must be ints that are not negative, one tuple per block with several pools, got {error}"
+        ) from None
     return flat
