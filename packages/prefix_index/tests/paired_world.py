@@ -11,16 +11,8 @@ from typing import TypeVar
 import pytest
 
 from follower import Follower
-from naive_index import (
-    NaiveFreed,
-    NaiveIndex,
-    NaiveLease,
-    NaiveSnapshot,
-    NaiveTicket,
-    Pairs,
-    Path,
-    as_bytes,
-)
+from naive_index import NaiveIndex
+from naive_records import NaiveFreed, NaiveLease, NaiveSnapshot, NaiveTicket, Pairs, Path, as_bytes
 from prefix_index import (
     AbortTooLate,
     CostModel,
