@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+# `tools/gpu.py` runs the tests of the ops with their tensors on a card.
+torch.set_default_device(os.environ.get("QWEN35_TEST_DEVICE", "cpu"))
+
 
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:

@@ -1,6 +1,7 @@
 """Helpers shared by this package's tests: seeded inputs, guarded buffers, poisoned arenas, bit comparison."""
 
 import math
+import os
 import random
 
 import torch
@@ -14,9 +15,9 @@ GUARD = 0xA5
 
 
 def generator(seed: int) -> torch.Generator:
-    """A CPU generator; the seed is printed, so that a failure names it."""
+    """A generator on the device under test; the seed is printed, so that a failure names it."""
     print(f"seed={seed}")
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator(device=torch.get_default_device()).manual_seed(seed)
 
 
 def bits(x: Tensor) -> Tensor:
@@ -43,6 +44,13 @@ def assert_close(actual: Tensor, expected: Tensor, *, atol: float, rtol: float) 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
     """What one rounding to the dtype, and fp32 arithmetic before it, may cost."""
     return {"atol": 2e-5, "rtol": 2e-5} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 8e-3}
+
+
+def state_tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """For recurrent states: float32's own, except that the kernels multiply bf16 inputs as bf16
+    throughout."""
+    kernels = os.environ.get("QWEN35_KERNELS_BACKEND") == "triton"
+    return tolerance(dtype) if kernels else tolerance(torch.float32)
 
 
 class GuardedBytes:

@@ -1,10 +1,11 @@
 import itertools
+import os
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernel_testing import assert_close, assert_same_bits, generator, tolerance
+from kernel_testing import assert_close, assert_same_bits, generator, state_tolerance, tolerance
 from qwen35_kernels import (
     KernelInputError,
     StateLayout,
@@ -78,7 +79,7 @@ def test_prefill_matches_the_recurrence(tokens: int, base: int, heads: tuple[int
     expected, states = reference.gated_delta_rule(**{**inputs, "state": before[1]})
     assert o.dtype == dtype
     assert_close(o, expected, **tolerance(dtype))
-    assert_close(inputs["state"][1], states[-1], atol=2e-5, rtol=2e-5)
+    assert_close(inputs["state"][1], states[-1], **state_tolerance(dtype))
     for slot in (0, 2, 3, 4, 5):
         assert_same_bits(inputs["state"][slot], before[slot])
 
@@ -134,7 +135,9 @@ def test_a_tap_has_the_bits_of_a_call_that_ends_there(threads: int, set_threads)
     set_threads(threads)
     for base, tokens in itertools.product((0, 1, 63), (1, 64, 130)):
         positions = sorted({1, 15, 16, 17, 31, 32, 33, 63, 64, 65, tokens - 1, tokens} & set(range(1, tokens + 1)))
-        inputs = make(25, tokens, slots=2 + len(positions))
+        # Programs differ by head: one is enough where an interpreter runs them.
+        heads = (1, 1) if os.environ.get("TRITON_INTERPRET") == "1" else (2, 4)
+        inputs = make(25, tokens, slots=2 + len(positions), heads=heads)
         start = inputs["state"][1].clone()
         taps = [Tap(0, base + p, 2 + i) for i, p in enumerate(positions)]
         o = prefill(inputs, base=base, taps=taps)
@@ -157,13 +160,13 @@ def test_taps_change_no_other_bit() -> None:
 
 
 def test_later_tokens_cannot_reach_a_tap() -> None:
-    clean, poisoned = make(27, 64), make(27, 64)
-    for name in ("q", "k", "v", "g", "beta"):
-        poisoned[name][40:] = float("nan")
-    prefill(clean, taps=[Tap(0, 40, 2)])
-    o = prefill(poisoned, taps=[Tap(0, 40, 2)])
-    del o
-    assert bool(torch.isfinite(clean["state"][2]).all())
+    plain, other = make(27, 64), make(27, 64)
+    for name, value in (("q", 1e9), ("k", -1e9), ("v", 1e30), ("g", -80.0), ("beta", 1.0)):
+        other[name][40:] = value
+    for inputs in (plain, other):
+        prefill(inputs, taps=[Tap(0, 40, 2), Tap(0, 33, 3)])
+    assert_same_bits(plain["state"][2:4], other["state"][2:4])
+    assert not torch.equal(plain["state"][1], other["state"][1])
 
 
 def test_whole_tiles_of_identity_tokens_return_the_state() -> None:

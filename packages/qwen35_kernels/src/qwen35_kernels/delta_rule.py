@@ -348,9 +348,9 @@ def _state_after(row: int, tile: _Tiles, i: int, d: Tensor, carried: Tensor, *, 
     """Write the state after a row of tile i to `out`, which may be `carried`: the one place where the state
     of a tap or of a tile's end is computed.
 
-    Rows past `row` get an exponent of -inf, a zero key and a zero correction: the operands are those of a
-    call whose last token stands at `row`, and nothing later reaches the sum. At a tile's end there is none
-    to mask.
+    Rows past `row` get an exponent of -inf, hence a weight of 0, and a zero key: the operands are those of
+    a call whose last token stands at `row`, and nothing later reaches the sum. At a tile's end there is
+    none to mask.
     """
     k, exponent = tile.k[i], tile.c[i, :, row : row + 1] - tile.c[i]
     if row < _TILE - 1:
@@ -358,7 +358,6 @@ def _state_after(row: int, tile: _Tiles, i: int, d: Tensor, carried: Tensor, *, 
         k = tile.scratch("k masked", k.shape[0], k.shape[2]).copy_(k)
         k[:, row + 1 :] = 0.0
     weighted = torch.mul(d, exp2_(exponent).unsqueeze(2), out=tile.scratch("weighted", d.shape[0], d.shape[2]))
-    weighted[:, row + 1 :] = 0.0
     torch.mul(carried, tile.start[i, :, row, None, None], out=out)
     out.baddbmm_(k.transpose(1, 2), weighted)
 

@@ -87,10 +87,10 @@ def plan_prefill(
                 "stride_table": block_tables.stride(0),
                 **strides,
                 "scale": float(dim) ** -0.5,
-            },
-            constants={
                 "H": heads,
                 "GROUPS": heads // layout.num_kv_heads,
+            },
+            constants={
                 "D": dim,
                 "BM": rows,
                 "BLOCK": BLOCK_TOKENS,
@@ -136,10 +136,10 @@ def plan_decode(
             **strides,
             "scale": float(dim) ** -0.5,
             "num_lanes": lanes,
-        },
-        constants={
             "H": heads,
             "GROUPS": groups,
+        },
+        constants={
             "D": dim,
             "BM": power_of_2(groups, least=16),
             "BLOCK": BLOCK_TOKENS,
@@ -148,7 +148,7 @@ def plan_decode(
             "PRECISION": dot_precision(q.dtype),
             **constants,
         },
-        num_warps=4,
+        num_warps=8,
     )
     keys = _PAGES_PER_SPLIT * BLOCK_TOKENS
     return attend, *plan_merge(parts=parts, sums=sums, lengths=lengths, o=o, lse=lse, keys=keys)
@@ -172,8 +172,9 @@ def plan_merge(
                 "out_lse_ptr": lse,
                 "num_tokens": tokens,
                 "parts": num_parts,
+                "H": heads,
             },
-            constants={"H": heads, "D": dim, "BD": power_of_2(dim), "KEYS": keys},
+            constants={"D": dim, "BD": power_of_2(dim), "KEYS": keys},
             num_warps=2,
         ),
     )

@@ -94,10 +94,11 @@ def _attend_page(
     ks_ptr += page * ks_page
     v_ptr += page * v_page
     vs_ptr += page * vs_page
+    # One half at a time: both at once do not fit the registers of the quantised profiles.
     b_k0 = _load_half(k_ptr, ks_ptr, line, valid, 0, D, K_FORMAT, K_GROUP, DOT)
-    b_k1 = _load_half(k_ptr, ks_ptr, line, valid, 1, D, K_FORMAT, K_GROUP, DOT)
     b_s = tl.dot(b_q0, tl.trans(b_k0), input_precision=PRECISION)
-    b_s += tl.dot(b_q1, tl.trans(b_k1), input_precision=PRECISION)
+    b_k1 = _load_half(k_ptr, ks_ptr, line, valid, 1, D, K_FORMAT, K_GROUP, DOT)
+    b_s = tl.dot(b_q1, tl.trans(b_k1), b_s, input_precision=PRECISION)
     seen = (key[None, :] <= position[:, None]) & valid[None, :]
     b_s = tl.where(seen, b_s * scale, float("-inf"))
     b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
@@ -113,7 +114,7 @@ def _attend_page(
     return b_new, b_sum, b_o0, b_o1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H", "GROUPS", "stride_table"])
 def attend_prefill(
     q_ptr,
     k_ptr,
@@ -132,8 +133,8 @@ def attend_prefill(
     v_page,
     vs_page,
     scale,
-    H: tl.constexpr,
-    GROUPS: tl.constexpr,
+    H,
+    GROUPS,
     D: tl.constexpr,
     BM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -203,7 +204,7 @@ def attend_prefill(
     tl.store(lse_ptr + token * H + i_h, b_max + tl.log(b_sum), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H", "GROUPS", "stride_table", "num_lanes"])
 def attend_decode(
     q_ptr,
     k_ptr,
@@ -223,8 +224,8 @@ def attend_decode(
     vs_page,
     scale,
     num_lanes,
-    H: tl.constexpr,
-    GROUPS: tl.constexpr,
+    H,
+    GROUPS,
     D: tl.constexpr,
     BM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -294,7 +295,7 @@ def attend_decode(
         tl.store(lse_ptr + i_out, b_max + tl.log(b_sum), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H", "num_tokens", "parts"])
 def merge_states(
     o_ptr,
     lse_ptr,
@@ -303,7 +304,7 @@ def merge_states(
     out_lse_ptr,
     num_tokens,
     parts,
-    H: tl.constexpr,
+    H,
     D: tl.constexpr,
     BD: tl.constexpr,
     KEYS: tl.constexpr,

@@ -25,7 +25,7 @@ def conv_prefill(
     blocks_ptr,
     stride_x,
     stride_history,
-    C: tl.constexpr,
+    C,
     W: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
@@ -65,7 +65,7 @@ def conv_history(
     taps_ptr,
     stride_x,
     stride_history,
-    C: tl.constexpr,
+    C,
     W: tl.constexpr,
     BC: tl.constexpr,
     BW: tl.constexpr,
@@ -107,7 +107,7 @@ def conv_step(
     slots_ptr,
     stride_x,
     stride_history,
-    C: tl.constexpr,
+    C,
     W: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -149,7 +149,7 @@ def plan_prefill(
         sequences.append([plan.begin, plan.slot, int(plan.has_state), begin, len(taps)])
     block_c = min(_CHANNELS, power_of_2(channels))
     columns = -(-channels // block_c)
-    strides = {"stride_x": x.stride(0), "stride_history": history.stride(0)}
+    strides = {"stride_x": x.stride(0), "stride_history": history.stride(0), "C": channels}
     outputs = Launch(
         kernel=conv_prefill,
         grid=(len(blocks), columns, 1),
@@ -161,7 +161,7 @@ def plan_prefill(
             "blocks_ptr": index_tensor(blocks, x, columns=5),
             **strides,
         },
-        constants={"C": channels, "W": width, "BT": _ROWS, "BC": block_c},
+        constants={"W": width, "BT": _ROWS, "BC": block_c},
     )
     histories = Launch(
         kernel=conv_history,
@@ -173,7 +173,7 @@ def plan_prefill(
             "taps_ptr": index_tensor(taps, x, columns=2),
             **strides,
         },
-        constants={"C": channels, "W": width, "BC": block_c, "BW": power_of_2(width - 1)},
+        constants={"W": width, "BC": block_c, "BW": power_of_2(width - 1)},
     )
     return outputs, histories
 
@@ -193,8 +193,9 @@ def plan_step(*, x: Tensor, weight: Tensor, history: Tensor, slots: Tensor, y: T
                 "slots_ptr": slots,
                 "stride_x": x.stride(0),
                 "stride_history": history.stride(0),
+                "C": channels,
             },
-            constants={"C": channels, "W": width, "BC": block_c},
+            constants={"W": width, "BC": block_c},
         ),
     )
 

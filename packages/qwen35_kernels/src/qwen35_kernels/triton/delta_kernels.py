@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["HV", "GROUPS"])
 def delta_prepare(
     q_ptr,
     k_ptr,
@@ -29,10 +29,10 @@ def delta_prepare(
     stride_beta,
     scale,
     eps,
-    HV: tl.constexpr,
+    HV,
     K: tl.constexpr,
     BK: tl.constexpr,
-    GROUPS: tl.constexpr,
+    GROUPS,
     BT: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -46,21 +46,25 @@ def delta_prepare(
     valid = (rows >= low) & (rows < high)
     token = first + rows
     inside = valid[:, None] & (cols < K)[None, :]
-    b_k = tl.load(k_ptr + token[:, None] * stride_k + i_hk * K + cols[None, :], mask=inside, other=0.0)
-    b_q = tl.load(q_ptr + token[:, None] * stride_q + i_hk * K + cols[None, :], mask=inside, other=0.0)
     b_g = tl.load(g_ptr + token * stride_g + i_hv, mask=valid, other=0.0).to(tl.float32)
     b_beta = tl.load(beta_ptr + token * stride_beta + i_hv, mask=valid, other=0.0).to(tl.float32)
-    wide_k, wide_q = b_k.to(tl.float32), b_q.to(tl.float32)
-    b_rk = 1.0 / tl.sqrt(tl.sum(wide_k * wide_k, axis=1) + eps)
-    b_rq = scale / tl.sqrt(tl.sum(wide_q * wide_q, axis=1) + eps)
     b_c = tl.cumsum(b_g, axis=0)
+    b_k = tl.load(k_ptr + token[:, None] * stride_k + i_hk * K + cols[None, :], mask=inside, other=0.0)
+    wide_k = b_k.to(tl.float32)
+    b_rk = 1.0 / tl.sqrt(tl.sum(wide_k * wide_k, axis=1) + eps)
     b_kt = tl.trans(b_k.to(DOT))
     b_kk = tl.dot(b_k.to(DOT), b_kt, input_precision=PRECISION)
+    b_q = tl.load(q_ptr + token[:, None] * stride_q + i_hk * K + cols[None, :], mask=inside, other=0.0)
+    wide_q = b_q.to(tl.float32)
+    b_rq = scale / tl.sqrt(tl.sum(wide_q * wide_q, axis=1) + eps)
     b_qk = tl.dot(b_q.to(DOT), b_kt, input_precision=PRECISION)
     # Masked before exp: a positive exponent overflows to inf, and inf * 0 is NaN.
     past = rows[:, None] >= rows[None, :]
     decay = tl.exp(tl.where(past, b_c[:, None] - b_c[None, :], float("-inf")))
+    i_out = i_tile * HV + i_hv
+    square = i_out * BT * BT + rows[:, None] * BT + rows[None, :]
     b_p = decay * b_qk * b_rq[:, None] * b_rk[None, :]
+    tl.store(p_ptr + square, b_p.to(p_ptr.dtype.element_ty))
     b_a = decay * b_kk * b_rk[:, None] * b_rk[None, :] * b_beta[:, None]
     # The inverse of I + strictly lower part of A, by blocks of twice the size: with T the inverse of the
     # diagonal blocks, that of a pair [[X, 0], [C, Y]] differs from it by -Y^-1 C X^-1 at C's place.
@@ -71,16 +75,13 @@ def delta_prepare(
         b_pair = tl.where(pair, b_a, 0.0)
         b_left = tl.dot(b_t, b_pair, input_precision=PRECISION)
         b_t -= tl.dot(b_left, b_t, input_precision=PRECISION)
-    i_out = i_tile * HV + i_hv
-    square = i_out * BT * BT + rows[:, None] * BT + rows[None, :]
     tl.store(t_ptr + square, b_t.to(t_ptr.dtype.element_ty))
-    tl.store(p_ptr + square, b_p.to(p_ptr.dtype.element_ty))
     tl.store(c_ptr + i_out * BT + rows, b_c)
     tl.store(rq_ptr + i_out * BT + rows, b_rq)
     tl.store(rk_ptr + i_out * BT + rows, b_rk)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["HV", "GROUPS"])
 def delta_scan(
     q_ptr,
     k_ptr,
@@ -102,12 +103,12 @@ def delta_scan(
     stride_v,
     stride_beta,
     stride_state,
-    HV: tl.constexpr,
+    HV,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    GROUPS: tl.constexpr,
+    GROUPS,
     BT: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -175,7 +176,7 @@ def delta_scan(
     tl.store(state_ptr + slot * stride_state + part, b_s, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["HV", "GROUPS"])
 def delta_step(
     q_ptr,
     k_ptr,
@@ -193,12 +194,12 @@ def delta_step(
     stride_state,
     scale,
     eps,
-    HV: tl.constexpr,
+    HV,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    GROUPS: tl.constexpr,
+    GROUPS,
 ):
     i_v, i_hv, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_hk = i_hv // GROUPS

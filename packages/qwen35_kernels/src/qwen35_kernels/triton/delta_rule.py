@@ -60,15 +60,14 @@ def plan_prefill(
     shared = {"t_ptr": squares[0], "p_ptr": squares[1], "c_ptr": rows[0], "rq_ptr": rows[1], "rk_ptr": rows[2]}
     tiles_ptr = index_tensor(tiles, q, columns=3)
     constants = {
-        "HV": heads,
         "K": key_dim,
         "BK": power_of_2(key_dim, least=16),
-        "GROUPS": heads // q.shape[1],
         "BT": BLOCK_TOKENS,
         "DOT": dot_dtype(dtype),
         "PRECISION": dot_precision(dtype),
     }
     strides = {"stride_q": q.stride(0), "stride_k": k.stride(0)}
+    counts = {"HV": heads, "GROUPS": heads // q.shape[1]}
     prepare = Launch(
         kernel=delta_prepare,
         grid=(len(tiles), heads, 1),
@@ -84,6 +83,7 @@ def plan_prefill(
             "stride_beta": beta.stride(0),
             "scale": float(key_dim) ** -0.5,
             "eps": _EPS,
+            **counts,
         },
         constants=constants,
         num_warps=8,
@@ -109,9 +109,10 @@ def plan_prefill(
             "stride_v": v.stride(0),
             "stride_beta": beta.stride(0),
             "stride_state": state.stride(0),
+            **counts,
         },
         constants={**constants, "V": value_dim, "BV": block_v},
-        num_warps=4 if dtype == torch.bfloat16 else 8,
+        num_warps=8,
     )
     return prepare, scan
 
@@ -151,14 +152,14 @@ def plan_step(
                 "stride_state": state.stride(0),
                 "scale": float(key_dim) ** -0.5,
                 "eps": _EPS,
+                "HV": heads,
+                "GROUPS": heads // q.shape[1],
             },
             constants={
-                "HV": heads,
                 "K": key_dim,
                 "V": value_dim,
                 "BK": power_of_2(key_dim, least=16),
                 "BV": block_v,
-                "GROUPS": heads // q.shape[1],
             },
             num_warps=4,
         ),

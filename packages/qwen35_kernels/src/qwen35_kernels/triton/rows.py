@@ -50,7 +50,7 @@ def gated_rms_norm_rows(
     tl.store(y_ptr + i_row * D + cols, b_y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H"])
 def norm_rotary_rows(
     x_ptr,
     weight_ptr,
@@ -60,7 +60,7 @@ def norm_rotary_rows(
     stride_token,
     stride_head,
     eps,
-    H: tl.constexpr,
+    H,
     D: tl.constexpr,
     HALF: tl.constexpr,
     BD: tl.constexpr,
@@ -86,7 +86,7 @@ def norm_rotary_rows(
 
 
 @triton.jit
-def swiglu_rows(x_ptr, y_ptr, stride_x, INNER: tl.constexpr, BD: tl.constexpr):
+def swiglu_rows(x_ptr, y_ptr, stride_x, INNER, BD: tl.constexpr):
     i_row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BD + tl.arange(0, BD)
     mask = cols < INNER
@@ -96,10 +96,8 @@ def swiglu_rows(x_ptr, y_ptr, stride_x, INNER: tl.constexpr, BD: tl.constexpr):
     tl.store(y_ptr + i_row * INNER + cols, b_y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def gate_rows(
-    o_ptr, gate_ptr, y_ptr, o_token, o_head, gate_token, gate_head, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
-):
+@triton.jit(do_not_specialize=["H"])
+def gate_rows(o_ptr, gate_ptr, y_ptr, o_token, o_head, gate_token, gate_head, H, D: tl.constexpr, BD: tl.constexpr):
     i_t, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = tl.arange(0, BD)
     mask = cols < D
@@ -166,8 +164,9 @@ def plan_qk_norm_rotary(
                 "stride_token": x.stride(0),
                 "stride_head": x.stride(1),
                 "eps": eps,
+                "H": heads,
             },
-            constants={"H": heads, "D": dim, "HALF": cos.shape[1], "BD": power_of_2(dim)},
+            constants={"D": dim, "HALF": cos.shape[1], "BD": power_of_2(dim)},
             num_warps=_warps(dim),
         ),
     )
@@ -180,8 +179,8 @@ def plan_swiglu(*, x: Tensor, y: Tensor) -> tuple[Launch, ...]:
         Launch(
             kernel=swiglu_rows,
             grid=(rows, -(-inner // block), 1),
-            arguments={"x_ptr": x, "y_ptr": y, "stride_x": x.stride(0)},
-            constants={"INNER": inner, "BD": block},
+            arguments={"x_ptr": x, "y_ptr": y, "stride_x": x.stride(0), "INNER": inner},
+            constants={"BD": block},
             num_warps=_warps(block),
         ),
     )
@@ -201,8 +200,9 @@ def plan_attention_gate(*, o: Tensor, gate: Tensor, y: Tensor) -> tuple[Launch, 
                 "o_head": o.stride(1),
                 "gate_token": gate.stride(0),
                 "gate_head": gate.stride(1),
+                "H": heads,
             },
-            constants={"H": heads, "D": dim, "BD": power_of_2(dim)},
+            constants={"D": dim, "BD": power_of_2(dim)},
             num_warps=_warps(dim),
         ),
     )
