@@ -105,7 +105,7 @@ def test_a_completion_request() -> None:
         ({"messages": [{"role": "user"}]}, "messages.0"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": SECRET}]}]},
-            "messages.0.content",
+            "messages.0.content.0.type",
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": SECRET}}]}]},

@@ -182,6 +182,10 @@ def _parse(kind: type[_Request], body: bytes) -> _Request:
 
 
 def _from_validation(error: ValidationError) -> InvalidRequest:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = ".".join(str(part) for part in first["loc"])
-    return InvalidRequest(f"{param}: {first['msg']}", param=param)
+    """One complaint: where a field may be several things, the one that came furthest says most."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    chosen = max(errors, key=lambda entry: len(entry["loc"]))
+    # The branch of a union is no part of a field's name.
+    parts = [str(part) for part in chosen["loc"] if part != "str" and "[" not in str(part)]
+    param = ".".join(parts)
+    return InvalidRequest(f"{param}: {chosen['msg']}", param=param)
