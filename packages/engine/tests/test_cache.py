@@ -248,6 +248,32 @@ def test_only_what_the_host_lacks_is_written() -> None:
     assert stats.written_bytes == (3 + 2) * page_bytes + 2 * image_bytes
 
 
+def test_what_is_written_is_the_caches_own_copy() -> None:
+    """A duplicate page is the lane's and free once the lane has ended, while the batch is still on its way."""
+    bench = Bench(slabs=60)
+    tokens = list(range(130))
+    first, second = bench.admit(tokens), bench.admit(tokens)
+    assert first is not None
+    assert second is not None
+    for lane in (first, second):
+        bench.compute(lane, tokens, 0, 130)
+        bench.cache.commit(lane, array("i", tokens), 130)
+    duplicates = set(second.pages)
+    bench.finish(second, tokens)
+    third = bench.run(list(range(5000, 5190)))
+    assert duplicates & set(third.pages)
+    bench.land_all()
+    bench.finish(first, tokens)
+    bench.abandon(third)
+    bench.land_all()
+    bench.lose_device()
+    following = [*tokens, 1]
+    resumed = bench.admit(following)
+    assert resumed is not None
+    assert resumed.frontier == 130
+    bench.compute(resumed, following, 130, 131)
+
+
 def test_a_full_host_tier_keeps_what_it_has_room_for() -> None:
     bench = Bench(slabs=5, pages=40)
     for start in range(0, 4000, 1000):

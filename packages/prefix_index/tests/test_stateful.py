@@ -1,12 +1,11 @@
 """PrefixIndex against the naive model: the same calls, the same answers, the same state after every one.
 
 Hypothesis finds and shrinks; the seeded runs go further for the same time, since a draw costs them nothing. The default
-run is short; the environment variable PREFIX_INDEX_PROFILE=long selects the long one.
+run is short; ``--hypothesis-profile=long`` selects the long one.
 """
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -17,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from follower import Follower
 from paired_world import World
 
-LONG = os.environ.get("PREFIX_INDEX_PROFILE") == "long"
+LONG = settings.get_current_profile_name() == "long"
 settings.register_profile("prefix-index", max_examples=2000 if LONG else 40, stateful_step_count=30, deadline=None)
 PROFILE = settings.get_profile("prefix-index")
 SEEDS = 2000 if LONG else 40
