@@ -279,3 +279,20 @@ def test_bad_step_slots_are_refused() -> None:
     inputs = make(36, 2)
     with pytest.raises(KernelInputError, match=r"gated_delta_rule_step: slots must lie in \[0, 6\), got -1"):
         gated_delta_rule_step(**inputs, slots=torch.tensor([1, -1]))
+
+
+def test_slots_beyond_two_gibibytes_are_reached() -> None:
+    inputs = make(37, 70, heads=(1, 1))
+    near = inputs["state"][1].clone()
+    # Never touched outside the rows used, so never backed by memory.
+    arena = torch.empty(2**22 + 5, 1024, dtype=torch.uint8)
+    rows = arena[:, : 16 * 24 * 4 // 2].view(torch.float32)
+    far = rows.as_strided((2**21, 1, 16, 24), (512, 384, 24, 1))
+    slot, tap = 2**21 - 1, 2**21 - 9
+    assert slot * far.stride(0) * 4 > 2**31
+    far[slot] = near
+    o = prefill({**inputs, "state": far}, slot=slot, taps=[Tap(0, 33, tap)])
+    expected = prefill(inputs, taps=[Tap(0, 33, 2)])
+    assert_same_bits(o, expected)
+    assert_same_bits(far[slot], inputs["state"][1])
+    assert_same_bits(far[tap], inputs["state"][2])
