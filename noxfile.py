@@ -43,7 +43,8 @@ STACK = "stack"
 def install(session: nox.Session, *packages: str, tests_of: tuple[str, ...] = (), extra: tuple[str, ...] = ()) -> None:
     """Install packages from this checkout in one resolution, so that siblings come from here and not from an index."""
     paths = [f"./packages/{name}" + ("[test]" if name in tests_of else "") for name in packages]
-    session.install("-c", "constraints.txt", *paths, *extra)
+    # Most of what torch and transformers bring is never imported here; compiling all of it takes a minute each time.
+    session.install("--no-compile", "-c", "constraints.txt", *paths, *extra)
 
 
 def pytest(session: nox.Session, *arguments: str) -> None:
@@ -95,9 +96,10 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def gpu(session: nox.Session) -> None:
-    """The tests that need a CUDA device."""
+    """What needs a CUDA device: the marked tests, then the kernels' tests and table at real shapes."""
     install(session, *PACKAGES, tests_of=tuple(PACKAGES))
     pytest(session, "-m", "gpu", *(f"packages/{name}/tests" for name in PACKAGES))
+    session.run("python", "packages/qwen35_kernels/tools/gpu.py", *session.posargs)
 
 
 @nox.session(default=False)
