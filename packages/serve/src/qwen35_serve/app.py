@@ -16,7 +16,7 @@ from qwen35_engine import Engine
 
 from .chat import ChatService
 from .completions import CompletionService
-from .errors import BodyTooLarge, InvalidRequest, ModelNotFound, ServeError, Unavailable
+from .errors import BodyTooLarge, InvalidRequest, ServeError, Unavailable, require_model
 from .text import ChatText
 
 __all__ = ["create_app"]
@@ -50,8 +50,7 @@ def create_app(engine: Engine, text: ChatText, *, model_name: str, created: int)
         return JSONResponse({"object": "list", "data": [card]})
 
     async def model(request: Request) -> Response:
-        if request.path_params["name"] != model_name:
-            raise ModelNotFound(f"model: this server serves {model_name!r}", param="model", code="model_not_found")
+        require_model(request.path_params["name"], served=model_name)
         return JSONResponse(card)
 
     async def health(request: Request) -> Response:

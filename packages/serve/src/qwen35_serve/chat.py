@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from qwen35_engine import Engine, GenerationRequest, TapHints
 
 from .answer import AnswerParser, CalledTool, Content, Delta, Thinking
-from .errors import ModelNotFound, ServeError
+from .errors import ServeError, require_model
 from .generation import End, Generation, sampling_of, unless_client_leaves
 from .schema import ChatRequest, parse_chat_request
 from .shapes import head, sse, usage_body
@@ -74,10 +74,7 @@ class ChatService:
 
     def _prepare(self, body: bytes) -> tuple[ChatRequest, ChatPrompt]:
         request = parse_chat_request(body)
-        if request.model != self._model_name:
-            raise ModelNotFound(
-                f"model: this server serves {self._model_name!r}", param="model", code="model_not_found"
-            )
+        require_model(request.model, served=self._model_name)
         prompt = self._text.render(
             request.template_messages(),
             tools=request.template_tools(),

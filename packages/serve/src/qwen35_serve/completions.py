@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from qwen35_engine import Engine, GenerationRequest
 
-from .errors import ModelNotFound, ServeError
+from .errors import ServeError, require_model
 from .generation import End, Generation, Piece, sampling_of, unless_client_leaves
 from .schema import CompletionRequest, parse_completion_request
 from .shapes import head, sse, usage_body
@@ -54,10 +54,7 @@ class CompletionService:
 
     def _prepare(self, body: bytes) -> tuple[CompletionRequest, list[int]]:
         request = parse_completion_request(body)
-        if request.model != self._model_name:
-            raise ModelNotFound(
-                f"model: this server serves {self._model_name!r}", param="model", code="model_not_found"
-            )
+        require_model(request.model, served=self._model_name)
         prompt = request.prompt
         return request, self._text.encode(prompt) if isinstance(prompt, str) else prompt
 

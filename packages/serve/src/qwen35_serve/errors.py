@@ -36,6 +36,7 @@ __all__ = [
     "ServeError",
     "Unavailable",
     "from_engine",
+    "require_model",
 ]
 
 
@@ -92,6 +93,16 @@ class Unavailable(ServeError):
 
 class AnswerFailed(ServeError):
     status = 500
+
+
+def require_model(requested: str, *, served: str) -> None:
+    """Refuse every name but the served model's.
+
+    Raises:
+        ModelNotFound: another one was asked for.
+    """
+    if requested != served:
+        raise ModelNotFound(f"model: this server serves {served!r}", param="model", code="model_not_found")
 
 
 def from_engine(error: EngineError) -> ServeError:
