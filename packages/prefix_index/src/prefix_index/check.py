@@ -16,6 +16,7 @@ from prefix_index.nodes import (
     Snapshot,
 )
 from prefix_index.tree import last_hash
+from prefix_index.values import SnapshotKind
 
 
 def edges_of(root: Root) -> list[Edge]:
@@ -61,7 +62,8 @@ class _Facts:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.blocks = self.edges = self.device_blocks = self.host_blocks = 0
-        self.tails = self.num_snapshots = self.pinned_blocks = self.pinned_tails = 0
+        self.tails = self.pinned_blocks = self.pinned_tails = 0
+        self.kinds = [0] * len(SnapshotKind)
         self.pages: list[set[int]] = [set() for _ in range(core.geometry.num_pools)]
         self.slots: set[int] = set()
         self.slabs: set[int] = set()
@@ -164,7 +166,7 @@ class _Facts:
         names = {(snapshot.tail, snapshot.extra) for snapshot in edge.snaps}
         require(len(names) == len(edge.snaps), "one snapshot per anchor, tail and extra", len(names))
         for snapshot in edge.snaps:
-            self.num_snapshots += 1
+            self.kinds[snapshot.kind] += 1
             size = core.geometry.block_tokens
             tokens = len(snapshot.tail) // 4
             require(snapshot.edge is edge, "a snapshot must know its edge", snapshot.serial)
@@ -233,7 +235,7 @@ class _Facts:
         for name, value, expected in (
             ("num_blocks", core.tree.num_blocks, self.blocks),
             ("num_edges", core.tree.num_edges, self.edges),
-            ("num_snapshots", core.num_snapshots, self.num_snapshots),
+            ("kinds", core.kinds, self.kinds),
             ("device_blocks", core.device_blocks, self.device_blocks),
             ("device_tails", core.device_tails, self.tails),
             ("host_blocks", core.host_blocks, self.host_blocks),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from prefix_index.cost import CostModel
 from prefix_index.nodes import Edge, Hold, Snapshot, pinned_device_blocks
 from prefix_index.order import kill
-from prefix_index.values import Freed, Pages
+from prefix_index.values import Freed, Pages, SnapshotKind
 
 if TYPE_CHECKING:
     from prefix_index.device import DeviceOrder
@@ -69,7 +69,7 @@ class Core:
         "host_blocks",
         "inflation",
         "inserted",
-        "num_snapshots",
+        "kinds",
         "pinned_blocks",
         "pinned_tails",
         "reattached",
@@ -97,7 +97,8 @@ class Core:
         self.hits = self.tokens_resumed = 0  # counted, never read by a rule
         self.inserted = self.reattached = self.duplicate = 0
         self.inflation = 0.0  # L of GreedyDual-Size-Frequency
-        self.device_blocks = self.device_tails = self.host_blocks = self.num_snapshots = 0
+        self.device_blocks = self.device_tails = self.host_blocks = 0
+        self.kinds = [0] * len(SnapshotKind)  # snapshots there are, by kind
         self.tickets: dict[Ticket, None] = {}  # fills in flight, oldest first
         self.pinned_blocks = self.pinned_tails = 0  # device copies only
 

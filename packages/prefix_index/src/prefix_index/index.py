@@ -127,6 +127,11 @@ class PrefixIndex:
         """Moves when something a match can name is lost or renumbered; never on insert, landing or pin."""
         return self._core.epoch
 
+    def holds(self, namespace: bytes) -> bool:
+        """Whether anything at all is cached in a namespace. O(1)."""
+        root = self._core.tree.roots.get(namespace)
+        return root is not None and bool(root.first or root.snaps)
+
     def prepare(self, tokens: TokenInput, namespace: bytes = b"", extras: Iterable[tuple[int, int]] = ()) -> Prompt:
         """Tokens as the index wants them: bytes, block hashes, extras. Pure; belongs off the worker.
 

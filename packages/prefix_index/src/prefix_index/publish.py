@@ -31,6 +31,8 @@ def publish(
         for other in edge.snaps:
             if other.tail == tail and other.extra == extra:
                 if kind is SnapshotKind.BOUNDARY:
+                    core.kinds[other.kind] -= 1
+                    core.kinds[kind] += 1
                     other.set_kind(kind)
                 supersede_below(core, lease, frontier, kind)
                 core.worth.refresh(other, hit=False)

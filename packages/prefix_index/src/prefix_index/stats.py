@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prefix_index.core import Core
+from prefix_index.values import SnapshotKind
 
 
 @dataclass(slots=True)
@@ -20,11 +21,16 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Gauges (what is there now) and counters (what happened since the index was made)."""
+    """Gauges (what is there now) and counters (what happened since the index was made). `snapshots` is the sum of the
+    four kinds after it."""
 
     blocks: int
     edges: int
     snapshots: int
+    taps: int
+    endpoints: int
+    output_boundaries: int
+    boundaries: int
     namespaces: int
     device_blocks: int
     device_tails: int
@@ -51,7 +57,11 @@ def gather(core: Core, counts: Counters) -> Stats:
     return Stats(
         blocks=core.tree.num_blocks,
         edges=core.tree.num_edges,
-        snapshots=core.num_snapshots,
+        snapshots=sum(core.kinds),
+        taps=core.kinds[SnapshotKind.TAP],
+        endpoints=core.kinds[SnapshotKind.ENDPOINT],
+        output_boundaries=core.kinds[SnapshotKind.OUTPUT_BOUNDARY],
+        boundaries=core.kinds[SnapshotKind.BOUNDARY],
         namespaces=len(core.tree.roots),
         device_blocks=core.device_blocks,
         device_tails=core.device_tails,

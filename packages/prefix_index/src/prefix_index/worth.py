@@ -40,7 +40,7 @@ class Worth:
         assert edge is not None
         edge.snaps = tuple(sorted((*edge.snaps, snapshot), key=_tail_length)) if edge.snaps else (snapshot,)
         edge.lost = 0
-        core.num_snapshots += 1
+        core.kinds[snapshot.kind] += 1
         core.feed.published(snapshot)
         snapshot.base = core.inflation
         snapshot.hit_tick = core.tick()
@@ -106,7 +106,7 @@ class Worth:
         snapshot.companion = snapshot.successor = snapshot.edge = None
         snapshot.slot = snapshot.slabs = None
         snapshot.where &= ~(DEVICE_IMAGE | DEVICE_TAIL | HOST)
-        core.num_snapshots -= 1
+        core.kinds[snapshot.kind] -= 1
         core.epoch += 1
         if core.host_blocks and not edge.live:
             core.host.offer_path(edge)
