@@ -330,11 +330,11 @@ class NaiveIndex:
                 leaves.append((not snapshot.host, snapshot.tick, snapshot))
         return sorted(leaves, key=lambda leaf: leaf[:2])
 
-    def evict_device(self, count: int) -> NaiveFreed:
+    def evict_device(self, count: int, backed_only: bool = False) -> NaiveFreed:
         freed = NaiveFreed()
         for _ in range(count):
             leaves = self.device_leaves()
-            if not leaves:
+            if not leaves or (backed_only and leaves[0][0]):
                 break
             unbacked, _, thing = leaves[0]
             if isinstance(thing, NaiveSnapshot):

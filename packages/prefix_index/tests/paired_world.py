@@ -316,9 +316,10 @@ class World:
 
     def evict_device(self) -> None:
         count = 1 + self.pick(5)
+        backed_only = self.chance(4)
         protect = self.protected()
-        freed = self.index.evict_device(count, [self.known[s] for s in protect])
-        self.same(freed, self.model.evict_device(count))
+        freed = self.index.evict_device(count, [self.known[s] for s in protect], backed_only=backed_only)
+        self.same(freed, self.model.evict_device(count, backed_only))
         del self.model.leases[len(self.lanes) :]
 
     def evict_host(self) -> None:

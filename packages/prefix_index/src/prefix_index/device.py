@@ -38,13 +38,16 @@ class DeviceOrder:
         if key is not None:
             snapshot.tail_queued = self._heap.renew(snapshot.tail_queued, key, snapshot)
 
-    def evict(self, num_blocks: int, given: Given) -> int:
-        """Give up to `num_blocks` device copies. Returns how many; fewer when everything else is pinned."""
+    def evict(self, num_blocks: int, given: Given, backed_only: bool = False) -> int:
+        """Give up to `num_blocks` device copies. Returns how many; fewer when everything else is pinned, or unbacked
+        and only backed copies may go."""
         missing = num_blocks
         while missing > 0:
             item = self._heap.peek()
             if item is None:
                 break
+            if backed_only and not (item.host >= item.dev if isinstance(item, Edge) else item.where & HOST):
+                break  # backed leaves come first, so none is left
             if isinstance(item, Edge):
                 if item.host >= item.dev:
                     missing -= self._evict_backed(item, missing, given)

@@ -441,12 +441,15 @@ class PrefixIndex:
 
     # ------------------------------------------------------------------ giving up
 
-    def evict_device(self, num_blocks: int, protect: Iterable[SnapshotHandle] = ()) -> Freed:
+    def evict_device(
+        self, num_blocks: int, protect: Iterable[SnapshotHandle] = (), *, backed_only: bool = False
+    ) -> Freed:
         """Give up the device copies of `num_blocks` blocks or tails, a page per pool each; fewer if the rest is pinned.
 
         Leaves only; backed before unbacked, then the least recently released. Whatever loses its last copy is gone, and
         with it the snapshots that stood on it: their slots and slabs are returned too.
-        protect  snapshots whose path and tail stay where they are
+        protect      snapshots whose path and tail stay where they are
+        backed_only  stop before anything would lose its last copy, and give up fewer
         """
         self._enter("evict_device")
         if num_blocks < 0:
@@ -454,7 +457,7 @@ class PrefixIndex:
         core = self._core
         given = Given()
         shields = self._shield("evict_device", protect)
-        self._counts.device_evictions += core.device.evict(num_blocks, given)
+        self._counts.device_evictions += core.device.evict(num_blocks, given, backed_only)
         self._unshield(shields)
         return given.freeze()
 
