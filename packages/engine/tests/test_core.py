@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from books import check_books
 from cache_bench import Bench
 from fake_model import VOCAB, FakeModel, continuation
 from prefix_index import TapLimits
@@ -22,6 +23,7 @@ from qwen35_engine import (
     GenerationRequest,
     NewTokens,
     QueueTimeout,
+    RequestRecord,
     SamplingParams,
     Started,
     TapHints,
@@ -70,9 +72,12 @@ class Rig:
                 prefix_reuse=True,
             ),
             device=torch.device("cpu"),
+            on_request=lambda record: self.records.append(record),
             clock=lambda: self.now,
         )
         self.now = 0.0
+        self.records: list[RequestRecord] = []
+        self.started: dict[int, int] = {}
         self._next = 0
         self.open: dict[int, tuple[TokenStream, list[int], int]] = {}
         self.ended: list[tuple[Finished | Failed, list[int]]] = []
@@ -124,6 +129,7 @@ class Rig:
                     case Started(cached):
                         assert not got
                         assert cached < len(prompt)
+                        self.started[request_id] = cached
                     case NewTokens(ids):
                         got += ids
                     case Finished() | Failed():
@@ -241,6 +247,7 @@ class Schedules(RuleBasedStateMachine):
         if hasattr(self, "rig"):
             self.rig.run_dry()
             self.rig.check()
+            check_books(self.rig.records, self.rig.core.accounts.totals)
             self.rig.bench.check_nothing_is_lost()
 
 

@@ -16,11 +16,12 @@ from qwen35_engine import (
     SamplingParams,
     Started,
     TapHints,
+    Timing,
     TokenStream,
     Usage,
 )
 
-END = Finished("stop", Usage(prompt_tokens=1, cached_tokens=0, completion_tokens=1))
+END = Finished("stop", Usage(prompt_tokens=1, completion_tokens=1, timing=Timing(queued_seconds=0, total_seconds=1)))
 
 
 @pytest.mark.parametrize(

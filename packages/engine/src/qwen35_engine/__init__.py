@@ -19,6 +19,7 @@
 
 from prefix_index import TapHints
 
+from .accounting import Funnel, Outcome, RequestListener, RequestRecord, Totals
 from .engine import Engine, EngineStats
 from .errors import (
     CheckpointError,
@@ -44,9 +45,9 @@ from .request import (
     Started,
     TokenLogprobs,
     TokenStream,
-    Usage,
 )
 from .sampling import Sampler, SamplingRow
+from .usage import MissReason, Reuse, Timing, Usage
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -63,18 +64,26 @@ __all__ = [
     "Failed",
     "FinishReason",
     "Finished",
+    "Funnel",
     "GenerationRequest",
+    "MissReason",
     "NewTokens",
     "OptionError",
+    "Outcome",
     "QueueFull",
     "QueueTimeout",
     "RequestError",
+    "RequestListener",
+    "RequestRecord",
+    "Reuse",
     "Sampler",
     "SamplingParams",
     "SamplingRow",
     "Started",
     "TapHints",
+    "Timing",
     "TokenLogprobs",
     "TokenStream",
+    "Totals",
     "Usage",
 ]

@@ -31,11 +31,11 @@ from prefix_index import (
 from qwen35_kernels import BLOCK_TOKENS, log_probabilities
 from slab_pool import CopyFailed
 
+from .accounting import Accounts, RequestListener, RequestRecord, Stopwatch
 from .cache import AdmissionQuote, LaneMemory, PrefixCache
 from .errors import EngineError, ExecutionError, QueueTimeout, RequestError
 from .options import OUTPUT_WINDOW_TOKENS, EffectiveOptions
 from .request import (
-    Event,
     Failed,
     Finished,
     FinishReason,
@@ -44,10 +44,10 @@ from .request import (
     Started,
     TokenLogprobs,
     TokenStream,
-    Usage,
 )
 from .sampling import Sampler, SamplingRow
 from .scheduler import LaneView, PrefillChunk, plan_step
+from .usage import MissReason, Reuse, Usage
 
 __all__ = ["Core", "Job", "Model"]
 
@@ -98,6 +98,7 @@ class _Lane:
     tokens: array[int]
     computed: int
     taps: list[Tap]
+    times: Stopwatch
     last_capture: int = 0
 
     def __post_init__(self) -> None:
@@ -124,10 +125,13 @@ class Core:
         options: EffectiveOptions,
         device: torch.device,
         on_end: Callable[[], None] = lambda: None,
+        on_request: RequestListener | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``on_end`` is called for each request that ends, just before its stream is told. ``clock`` gives seconds."""
+        """``on_end`` is called for each request that ends, just before its stream is told, and ``on_request`` with its
+        record. ``clock`` gives seconds and never goes back."""
         self.cache = cache
+        self.accounts = Accounts(on_request)
         self._model = model
         self._sampler = sampler
         self._options = options
@@ -154,18 +158,19 @@ class Core:
         """End these requests wherever they are; ids of none are ignored."""
         for job in [job for job in self._waiting if job.stream.request_id in request_ids]:
             self._waiting.remove(job)
-            usage = Usage(prompt_tokens=len(job.tokens), cached_tokens=0, completion_tokens=0)
-            self._end(job, Finished("cancelled", usage))
+            self._end(job, "cancelled")
         for lane in [lane for lane in self._lanes.values() if lane.job.stream.request_id in request_ids]:
             self._finish(lane, "cancelled")
 
     def fail_all(self, error: EngineError) -> None:
         """Tell every open request that it ends here. The cache is not touched any more."""
-        left = [*self._waiting, *(lane.job for lane in self._lanes.values())]
+        jobs, lanes = list(self._waiting), list(self._lanes.values())
         self._waiting.clear()
         self._lanes.clear()
-        for job in left:
-            self._end(job, Failed(error))
+        for lane in lanes:
+            self._end(lane.job, error, lane)
+        for job in jobs:
+            self._end(job, error)
 
     def turn(self) -> None:
         """Settle copies, admit, step.
@@ -174,16 +179,23 @@ class Core:
             CopyFailed: a copy failed; nothing can go on.
         """
         self.cache.poll()
+        self._note_landings()
         self._expire()
         self._admit()
         self._step()
+
+    def _note_landings(self) -> None:
+        for lane in self._lanes.values():
+            restore = lane.memory.restore
+            if restore is not None and lane.times.landed is None and restore.done():
+                lane.times.landed = self._clock()
 
     def _expire(self) -> None:
         """Answer whoever has waited too long. The line is in the order of arrival, so the first ones are the oldest."""
         latest = self._clock() - self._options.pending_timeout_seconds
         while self._waiting and self._waiting[0].submitted < latest:
             seconds = self._options.pending_timeout_seconds
-            self._end(self._waiting.popleft(), Failed(QueueTimeout(f"no place within {seconds:g} seconds")))
+            self._end(self._waiting.popleft(), QueueTimeout(f"no place within {seconds:g} seconds"))
 
     def _admit(self) -> None:
         """Start waiting requests in their order; the first that finds no room makes the rest wait too."""
@@ -200,10 +212,12 @@ class Core:
                 return
             self._waiting.popleft()
             if quote.readiness is not Readiness.READY:
-                self._end(job, Failed(RequestError(f"the request needs {quote.blocks} blocks, more than there are")))
+                self._end(job, RequestError(f"the request needs {quote.blocks} blocks, more than there are"))
                 continue
             memory = self.cache.start(quote)
-            lane = _Lane(self._next_lane, job, memory, job.tokens[:], memory.frontier, self._plan_taps(job, quote))
+            times = Stopwatch(job.submitted, admitted=self._clock())
+            taps = self._plan_taps(job, quote)
+            lane = _Lane(self._next_lane, job, memory, job.tokens[:], memory.frontier, taps, times)
             self._lanes[lane.number] = lane
             self._next_lane += 1
             job.stream.put(Started(memory.frontier))
@@ -295,6 +309,8 @@ class Core:
             self._fail(lane, error)
             return
         memory.restore = None  # every layer has waited for its part
+        if restore is not None and lane.times.landed is None:
+            lane.times.landed = self._clock()
         lane.computed = chunk.end
         self.cache.commit(memory, lane.tokens, lane.computed)
         for tap in taps:
@@ -353,8 +369,10 @@ class Core:
         ]
         logits = self._model.logits(hidden)
         ids = self._sampler(logits, rows)
+        now = self._clock()
         for lane, token, row in zip(lanes, ids, logits, strict=True):
             lane.tokens.append(token)
+            lane.times.token(now)
             wanted = lane.job.request.logprobs
             lane.job.stream.put(NewTokens((token,), () if wanted is None else (_logprobs(row, token, wanted),)))
             if token in lane.job.request.stop_token_ids:
@@ -367,29 +385,51 @@ class Core:
     def _finish(self, lane: _Lane, reason: FinishReason) -> None:
         del self._lanes[lane.number]
         self.cache.finish(lane.memory, lane.tokens, lane.computed)
-        self._end(lane.job, Finished(reason, _usage(lane)))
+        self._end(lane.job, reason, lane)
 
     def _fail(self, lane: _Lane, error: Exception) -> None:
         """End one lane whose pass failed; nothing of that pass is published."""
         logger.error("request %d failed: %s", lane.job.stream.request_id, error)
         del self._lanes[lane.number]
         self.cache.abandon(lane.memory)
-        self._end(lane.job, Failed(ExecutionError(f"the forward pass failed: {type(error).__name__}")))
+        self._end(lane.job, ExecutionError(f"the forward pass failed: {type(error).__name__}"), lane)
 
-    def _end(self, job: Job, event: Event) -> None:
+    def _end(self, job: Job, ending: FinishReason | EngineError, lane: _Lane | None = None) -> None:
+        """Close the books on a request and tell its stream; ``lane`` is what it ran in, if it got so far."""
+        usage = self._usage_waiting(job) if lane is None else self._usage(lane)
+        self.accounts.settle(
+            RequestRecord(
+                request_id=job.stream.request_id,
+                outcome=ending if isinstance(ending, str) else "failed",
+                error=None if isinstance(ending, str) else type(ending).__name__,
+                executed=lane is not None and lane.computed > lane.memory.frontier,
+                usage=usage,
+            )
+        )
         self._on_end()
-        job.stream.put(event)
+        job.stream.put(Finished(ending, usage) if isinstance(ending, str) else Failed(ending))
+
+    def _usage(self, lane: _Lane) -> Usage:
+        return Usage(
+            prompt_tokens=lane.prompt_tokens,
+            completion_tokens=lane.completion_tokens,
+            reuse=lane.memory.reuse,
+            timing=lane.times.read(self._clock(), completion_tokens=lane.completion_tokens),
+            taps_taken=lane.memory.taps_taken,
+            taps_skipped=lane.memory.taps_skipped,
+        )
+
+    def _usage_waiting(self, job: Job) -> Usage:
+        """Of a request that was never admitted."""
+        return Usage(
+            prompt_tokens=len(job.tokens),
+            completion_tokens=0,
+            reuse=Reuse(reason=MissReason.DISABLED if job.prompt is None else MissReason.NOT_ADMITTED),
+            timing=Stopwatch(job.submitted).read(self._clock(), completion_tokens=0),
+        )
 
     def _to_device(self, tokens: array[int]) -> Tensor:
         return torch.tensor(tokens, dtype=torch.int64).to(self._device)
-
-
-def _usage(lane: _Lane) -> Usage:
-    return Usage(
-        prompt_tokens=lane.prompt_tokens,
-        cached_tokens=lane.memory.frontier,
-        completion_tokens=lane.completion_tokens,
-    )
 
 
 def _logprobs(logits: Tensor, drawn: int, wanted: int) -> TokenLogprobs:

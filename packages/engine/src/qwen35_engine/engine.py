@@ -17,6 +17,7 @@ import torch
 from prefix_index import Stats as IndexStats
 from qwen35_kernels import BLOCK_TOKENS, KVProfile, PageLayout, StateLayout
 
+from .accounting import RequestListener, Totals
 from .cache import CacheStats, PrefixCache
 from .checkpoint.config import LINEAR, ModelConfig, read_config
 from .core import Core, Job
@@ -39,10 +40,15 @@ _PROFILES = {torch.float32: KVProfile.FP32, torch.bfloat16: KVProfile.BF16}
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """What runs, what waits, the cache's gauges, and the index's gauges and counters."""
+    """What runs, what waits, what ended requests add up to, the cache's gauges, and the index's gauges and counters.
+
+    ``unheard`` counts records that the engine's listener failed to take.
+    """
 
     running: int
     waiting: int
+    totals: Totals
+    unheard: int
     cache: CacheStats
     index: IndexStats
 
@@ -64,8 +70,17 @@ class Engine:
         options: EngineOptions | None = None,
         *,
         sampler: Sampler | None = None,
+        on_request: RequestListener | None = None,
     ) -> None:
         """Run ``weights`` that lie on their device already; ``options.device`` and ``dtype`` have no say any more.
+
+        Args:
+            config: the model's shape.
+            weights: on the device to run on.
+            options: what to choose; the rest is derived.
+            sampler: draws tokens instead of the engine's own.
+            on_request: called on the worker's thread with the record of each request that ends, before its stream is
+                told; must return at once.
 
         Raises:
             OptionError: sizes that contradict each other, the model or the memory.
@@ -120,6 +135,7 @@ class Engine:
                 options=self.options,
                 device=device,
                 on_end=on_end,
+                on_request=on_request,
             ),
             max_running=self.options.max_concurrency,
             max_waiting=self.options.max_pending,
@@ -140,9 +156,14 @@ class Engine:
 
     @classmethod
     def from_folder(
-        cls, folder: Path | str, options: EngineOptions | None = None, *, sampler: Sampler | None = None
+        cls,
+        folder: Path | str,
+        options: EngineOptions | None = None,
+        *,
+        sampler: Sampler | None = None,
+        on_request: RequestListener | None = None,
     ) -> Engine:
-        """Load a model folder in the Hugging Face layout and run it.
+        """Load a model folder in the Hugging Face layout and run it; see ``Engine`` for the arguments.
 
         Raises:
             CheckpointError: the folder cannot be served.
@@ -154,7 +175,7 @@ class Engine:
         config = read_config(folder)
         dtype = options.resolve_dtype(config, device)
         weights = load_weights(folder, config, device=device, dtype=dtype)
-        return cls(config, weights, options, sampler=sampler)
+        return cls(config, weights, options, sampler=sampler, on_request=on_request)
 
     def submit(self, request: GenerationRequest, *, notify: Callable[[], None] | None = None) -> TokenStream:
         """Queue a request and return its stream at once.
@@ -208,7 +229,12 @@ class Engine:
     def stats(self) -> EngineStats:
         worker = self._worker.stats()
         return EngineStats(
-            running=worker.running, waiting=worker.waiting, cache=self._cache.stats(), index=self._cache.index.stats()
+            running=worker.running,
+            waiting=worker.waiting,
+            totals=worker.totals,
+            unheard=worker.unheard,
+            cache=self._cache.stats(),
+            index=self._cache.index.stats(),
         )
 
     def close(self) -> None:

@@ -64,6 +64,11 @@ class Restore:
         """
         self.ticket.part(1 + layer).wait_on(self.stream.compute_stream())
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it copies in all."""
+        return self.ticket.batch_bytes
+
     def done(self) -> bool:
         return self.ticket.done()
 

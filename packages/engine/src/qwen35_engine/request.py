@@ -11,6 +11,7 @@ from typing import Literal
 from prefix_index import TapHints
 
 from .errors import EngineError, RequestError
+from .usage import Usage
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -24,7 +25,6 @@ __all__ = [
     "Started",
     "TokenLogprobs",
     "TokenStream",
-    "Usage",
 ]
 
 MAX_LOGPROBS = 64
@@ -99,15 +99,6 @@ class GenerationRequest:
         opener = () if self.hints.opener is None else (self.hints.opener,)
         for position in (*self.hints.explicit, *opener, *self.hints.structural, *self.hints.automatic):
             _require(1 <= position <= len(self.tokens), "a hint's position must lie inside the prompt", position)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """What a request cost. ``cached_tokens`` are prompt tokens that were not computed, no more and no less."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
 
 
 @dataclass(frozen=True)

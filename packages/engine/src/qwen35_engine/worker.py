@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .accounting import Totals
 from .core import Core, Job
 from .errors import EngineClosed, EngineError, QueueFull
 
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 class WorkerStats:
     running: int
     waiting: int
+    totals: Totals
+    unheard: int
 
 
 class Worker:
@@ -89,7 +92,13 @@ class Worker:
     def stats(self) -> WorkerStats:
         with self._changed:
             running = self._core.num_running
-            return WorkerStats(running=running, waiting=max(0, self._open - running))
+            accounts = self._core.accounts
+            return WorkerStats(
+                running=running,
+                waiting=max(0, self._open - running),
+                totals=accounts.totals,
+                unheard=accounts.unheard,
+            )
 
     def _one_ended(self) -> None:
         with self._changed:

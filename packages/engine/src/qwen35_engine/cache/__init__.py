@@ -37,7 +37,6 @@ class CacheStats:
     slots_free: int
     slots_total: int
     snapshot_slots_used: int
-    taps_skipped: int
     endpoints_skipped: int
     host: HostStats | None
 
@@ -162,7 +161,6 @@ class PrefixCache:
             slots_free=len(self._space.slots),
             slots_total=self._space.slots.capacity,
             snapshot_slots_used=self._space.snapshot_slots,
-            taps_skipped=self._publisher.taps_skipped,
             endpoints_skipped=self._publisher.endpoints_skipped,
             host=self._host.stats() if self._host is not None else None,
         )

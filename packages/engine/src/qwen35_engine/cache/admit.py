@@ -29,7 +29,9 @@ from qwen35_kernels import BLOCK_TOKENS
 
 from ..host import HostTier, Image, Tail
 from ..memory import DeviceMemory
+from ..usage import MissReason, Reuse
 from .lane import LaneMemory
+from .reuse import shortfall
 from .space import Space
 from .transfers import Transfers
 
@@ -65,7 +67,8 @@ class _Missing:
 
 @dataclass(frozen=True)
 class AdmissionQuote:
-    """What an admission would do. ``source`` is the snapshot to resume from, None for the first token.
+    """What an admission would do. ``source`` is the snapshot to resume from, None for the first token; ``reason`` says
+    why it is not a deeper one.
 
     Good until the cache changes next.
     """
@@ -74,6 +77,7 @@ class AdmissionQuote:
     blocks: int
     match: Match | None
     source: Candidate | None
+    reason: MissReason | None = None
 
 
 class Admission:
@@ -125,7 +129,8 @@ class Admission:
             return AdmissionQuote(planned.readiness, blocks, match, None)
         if not len(self._space.slots):  # a cancelled lane's restore still writes to one
             return AdmissionQuote(Readiness.TEMPORARILY_BLOCKED, blocks, match, None)
-        return AdmissionQuote(planned.readiness, blocks, match, sources[planned.source])
+        reason = None if match is None else shortfall(self._index, match, sources, planned.source)
+        return AdmissionQuote(planned.readiness, blocks, match, sources[planned.source], reason)
 
     def start(self, quote: AdmissionQuote) -> LaneMemory:
         """Make the lane of a quote that is ready, with nothing in between.
@@ -139,7 +144,16 @@ class Admission:
         missing = _Missing.of(self._index, lease)
         # Pins what a restore reads until it has landed, whatever becomes of the lane.
         guard = self._index.acquire(quote.match, quote.source) if missing else None
-        return self._resume(lease, missing, guard, quote.blocks)
+        lane = self._resume(lease, missing, guard, quote.blocks)
+        host_tokens = missing.blocks * BLOCK_TOKENS + (lease.frontier % BLOCK_TOKENS if missing.tail else 0)
+        lane.reuse = Reuse(
+            device_tokens=lease.frontier - host_tokens,
+            host_tokens=host_tokens,
+            matched_tokens=quote.match.matched_tokens,
+            restored_bytes=lane.restore.num_bytes if lane.restore is not None else 0,
+            reason=quote.reason,
+        )
+        return lane
 
     def _resume(self, lease: Lease, missing: _Missing, guard: Lease | None, blocks: int) -> LaneMemory:
         index, held = self._index, lease.depth - missing.blocks

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from prefix_index import Lease, SnapshotHandle
 
 from ..host import Restore
+from ..usage import MissReason, Reuse
 
 __all__ = ["LaneMemory"]
+
+_WITHOUT_THE_CACHE = Reuse(reason=MissReason.DISABLED)
 
 
 @dataclass(eq=False)
@@ -29,6 +32,9 @@ class LaneMemory:
         private: the pages that are the lane's own.
         restore: the copies its first pass waits for.
         published: the snapshots it has made.
+        reuse: what it skips and why no more; as set here, a lane that does without the cache.
+        taps_taken: planned snapshots it has made.
+        taps_skipped: planned snapshots that found no room.
     """
 
     row: int
@@ -40,3 +46,6 @@ class LaneMemory:
     private: set[int]
     restore: Restore | None = None
     published: list[SnapshotHandle] = field(default_factory=list)
+    reuse: Reuse = _WITHOUT_THE_CACHE
+    taps_taken: int = 0
+    taps_skipped: int = 0

@@ -33,7 +33,6 @@ class Publisher:
         self._memory = memory
         self._index = index
         self._space = space
-        self.taps_skipped = 0
         self.endpoints_skipped = 0
 
     def commit(self, lane: LaneMemory, tokens: array[int], computed: int) -> None:
@@ -59,7 +58,7 @@ class Publisher:
             if self._space.claim_snapshot_slot(lane.lease, tap.position) and len(self._space.slots):
                 taps.append(Tap(tap.position, self._space.take_snapshot_slot(), tap.kind))
             else:
-                self.taps_skipped += 1
+                lane.taps_skipped += 1
         return sorted(taps, key=lambda tap: tap.position)
 
     def publish_tap(self, lane: LaneMemory, tokens: array[int], tap: Tap) -> None:
@@ -67,13 +66,15 @@ class Publisher:
         first = tap.position // BLOCK_TOKENS
         tail = tokens[first * BLOCK_TOKENS : tap.position]
         if tail and not self._space.page_room():
-            self.taps_skipped += 1
+            lane.taps_skipped += 1
             self._space.drop_snapshot_slot(tap.slot)
             return
         tail_pages = self._space.take_pages(1) if tail else []
         if tail:
             self._memory.copy_page(lane.pages[first], tail_pages[0])
-        if not self._publish(lane, tap.position, tap.slot, tail, tail_pages, tap.kind):
+        if self._publish(lane, tap.position, tap.slot, tail, tail_pages, tap.kind):
+            lane.taps_taken += 1
+        else:
             self._space.drop_snapshot_slot(tap.slot)
             self._space.pages.give_back(tail_pages)
 
