@@ -54,6 +54,12 @@ class Copy(NamedTuple):
         """The Host side likewise."""
         return _view(self.host, self.host_offset, self.host_pitch, self.width, self.rows)
 
+    def views(self, direction: Direction) -> tuple[Tensor, Tensor]:
+        """Destination and source, in that order."""
+        if direction is Direction.HOST_TO_DEVICE:
+            return self.device_view(), self.host_view()
+        return self.host_view(), self.device_view()
+
 
 def _view(flat: Tensor, offset: int, pitch: int, width: int, rows: int) -> Tensor:
     if rows == 1:

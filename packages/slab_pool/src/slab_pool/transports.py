@@ -47,22 +47,15 @@ class Trial:
     reason: str | None
 
 
-def views(copy: Copy, direction: Direction) -> tuple[Tensor, Tensor]:
-    """Destination and source of a copy."""
-    if direction is Direction.HOST_TO_DEVICE:
-        return copy.device_view(), copy.host_view()
-    return copy.host_view(), copy.device_view()
-
-
 def enqueue_with_torch(copy: Copy, direction: Direction) -> None:
     """torch's own `copy_(non_blocking=True)` on the two views."""
-    destination, source = views(copy, direction)
+    destination, source = copy.views(direction)
     destination.copy_(source, non_blocking=True)
 
 
 def enqueue_row_by_row(copy: Copy, direction: Direction) -> None:
     """One contiguous asynchronous copy a row: always possible, dear for short rows."""
-    destination, source = views(copy, direction)
+    destination, source = copy.views(direction)
     if copy.rows == 1:
         destination.copy_(source, non_blocking=True)
         return
@@ -74,7 +67,7 @@ def record_copy_transport(record_copy: RecordCopy) -> Transport:
     """The copy that the caller brings along, e.g. a kernel which reads page-locked memory."""
 
     def enqueue(copy: Copy, direction: Direction) -> None:
-        record_copy(*views(copy, direction))
+        record_copy(*copy.views(direction))
 
     return Transport("record_copy", enqueue)
 
@@ -198,7 +191,7 @@ class _TrialBench:
 
     def objection(self, transport: Transport) -> str | None:
         for direction in Direction:
-            destination, source = views(self._copy, direction)
+            destination, source = self._copy.views(direction)
             source.copy_(self._pattern)
             destination.zero_()
             self._cuda.synchronize()
