@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 import torch
 
-from prefix_index import Readiness
+from prefix_index import Readiness, SnapshotKind, Tap, TapSource
 from qwen35_engine.cache import LaneMemory, PrefixCache
 from qwen35_engine.host import HostTier
 from qwen35_engine.memory import DeviceMemory
@@ -44,6 +45,10 @@ def small_memory(num_pages: int, num_slots: int) -> DeviceMemory:
 def signature(tokens: list[int]) -> int:
     """A byte that tells token histories apart well enough."""
     return hash(tuple(tokens)) % 251 + 1
+
+
+def planned(*positions: int) -> list[Tap]:
+    return [Tap(position, TapSource.TAIL, True, SnapshotKind.TAP) for position in positions]
 
 
 class Bench:
@@ -179,6 +184,70 @@ class Bench:
         assert after.pages_free == after.pages_total
         assert after.slots_free == after.slots_total
         assert after.snapshot_slots_used == 0
+        rows = self.cache._admission._rows
+        assert sorted(rows) == list(range(self.cache.block_tables.shape[0]))
         assert after.host is None or after.host.slabs_free == after.host.slabs_total
         gauges = self.cache.index.stats()
         assert gauges.blocks == gauges.snapshots == 0
+
+
+class Life:
+    """A random life of a cache: lanes with shared prefixes come, compute, tap, fail and end while copies land late.
+    Equal seeds live equal lives."""
+
+    def __init__(self, seed: int, *, slabs: int) -> None:
+        self.rng = rng = random.Random(seed * 1000 + slabs)
+        self.bench = Bench(pages=rng.randint(8, 24), lanes=rng.randint(1, 4), snapshots=rng.randint(1, 4), slabs=slabs)
+        self._trunk = [rng.randrange(1000) for _ in range(400)]
+        self._computed: dict[LaneMemory, int] = {}
+        self.resumed = self.restored = 0
+
+    def step(self) -> None:
+        bench, rng = self.bench, self.rng
+        if rng.random() < 0.5:
+            bench.writes.land(rng.randint(0, 2))
+            bench.reads.land(rng.randint(0, 3))
+        bench.cache.poll()
+        if bench.lanes and rng.random() < 0.7:
+            self._go_on(*rng.choice(bench.lanes))
+        elif len(bench.lanes) < bench.cache.block_tables.shape[0]:
+            self.admit(self.prompt(), reuse=rng.random() < 0.9)
+
+    def prompt(self) -> list[int]:
+        """The beginning of the trunk and something of its own; it always fits an empty device."""
+        rng = self.rng
+        shared = rng.randint(0, rng.randint(1, min(400, (self.bench.cache.stats().pages_total - 2) * BLOCK)))
+        return [*self._trunk[:shared], *(rng.randrange(1000) for _ in range(rng.randint(1, 40)))]
+
+    def admit(self, tokens: list[int], *, reuse: bool = True) -> LaneMemory | None:
+        lane = self.bench.admit(tokens, reuse=reuse)
+        if lane is not None:
+            self._computed[lane] = lane.frontier
+            self.resumed += lane.frontier > 0
+            self.restored += lane.restore is not None
+        return lane
+
+    def _go_on(self, lane: LaneMemory, tokens: array[int]) -> None:
+        bench, rng, text, at = self.bench, self.rng, tokens.tolist(), self._computed[lane]
+        action = rng.random()
+        if action < 0.6 and at < len(text):
+            end = min(len(text), at + rng.randint(1, 150))
+            places = [place for place in (at + 1, end) if rng.random() < 0.4 and place <= end]
+            taps = bench.cache.claim_taps(lane, planned(*places))
+            if rng.random() < 0.15:  # the pass fails
+                bench.cache.drop_taps(taps)
+                bench.abandon(lane)
+                return
+            bench.compute(lane, text, at, end)
+            for tap in taps:
+                bench.memory.states[tap.slot] = signature(text[: tap.position])
+            bench.cache.commit(lane, tokens, end)
+            for tap in taps:
+                bench.cache.publish_tap(lane, tokens, tap)
+            self._computed[lane] = end
+        elif action < 0.9:
+            bench.finish(lane, text[:at])
+
+    def finish_all(self) -> None:
+        for lane, tokens in list(self.bench.lanes):
+            self.bench.finish(lane, tokens.tolist()[: self._computed[lane]])

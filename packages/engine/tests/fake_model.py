@@ -22,12 +22,14 @@ _PRIME = 65_521
 
 
 class FakeModel:
-    """``nan_slots`` names slots whose next pass is not finite, ``broken_slots`` those whose next prefill raises."""
+    """``nan_slots`` names slots whose next pass is not finite, ``broken_slots`` those whose next prefill raises;
+    ``next_error`` is what the next pass raises, whoever is in it."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
         self.nan_slots: set[int] = set()
         self.broken_slots: set[int] = set()
+        self.next_error: Exception | None = None
         self.computed_tokens = 0
 
     def prefill(
@@ -40,9 +42,10 @@ class FakeModel:
         taps: Sequence[tuple[int, int]] = (),
         before_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
+        self._raise_next()
         if slot in self.broken_slots:
             self.broken_slots.discard(slot)
-            raise MemoryError("injected")
+            raise ValueError("injected")
         if before_layer is not None:
             before_layer(0)
         state = self._read_state(slot)
@@ -59,6 +62,7 @@ class FakeModel:
         return self._hidden(state, self._read_rows(block_table, base + len(tokens)), slot)
 
     def decode(self, *, tokens: Tensor, positions: Tensor, block_tables: Tensor, slots: Tensor) -> Tensor:
+        self._raise_next()
         rows = []
         for token, position, table, slot in zip(
             tokens.tolist(), positions.tolist(), block_tables, slots.tolist(), strict=True
@@ -69,6 +73,11 @@ class FakeModel:
             rows.append(self._hidden(state, self._read_rows(table, position + 1), slot))
         self.computed_tokens += len(rows)
         return torch.stack(rows)
+
+    def _raise_next(self) -> None:
+        error, self.next_error = self.next_error, None
+        if error is not None:
+            raise error
 
     def logits(self, hidden: Tensor) -> Tensor:
         best = (hidden[:, 0].long() * 31 + hidden[:, 1].long() * 17) % VOCAB

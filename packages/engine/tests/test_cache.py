@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from array import array
 
 import pytest
 
-from cache_bench import BLOCK, Bench, signature
-from prefix_index import SnapshotKind, Tap, TapSource
+from cache_bench import BLOCK, Bench, Life, planned, signature
 from slab_pool import CopyFailed
-
-
-def planned(*positions: int) -> list[Tap]:
-    return [Tap(position, TapSource.TAIL, True, SnapshotKind.TAP) for position in positions]
 
 
 def test_an_endpoint_takes_the_slot_and_the_partial_page_over() -> None:
@@ -300,50 +294,11 @@ def test_a_failed_copy_is_told_to_the_owner() -> None:
 def test_random_lives_lose_and_double_nothing(seed: int, slabs: int) -> None:
     """Lanes with shared prefixes come, compute, tap and end in every way while copies land late; whatever a lane
     resumes from is its own."""
-    rng = random.Random(seed * 1000 + slabs)
-    bench = Bench(pages=rng.randint(8, 24), lanes=rng.randint(1, 4), snapshots=rng.randint(1, 4), slabs=slabs)
-    trunk = [rng.randrange(1000) for _ in range(400)]
-    computed: dict[int, int] = {}
-    resumed = restored = 0
+    life = Life(seed, slabs=slabs)
     for _ in range(150):
-        if rng.random() < 0.5:
-            bench.writes.land(rng.randint(0, 2))
-            bench.reads.land(rng.randint(0, 3))
-        bench.cache.poll()
-        if bench.lanes and rng.random() < 0.7:
-            lane, tokens = rng.choice(bench.lanes)
-            text = tokens.tolist()
-            at = computed[id(lane)]
-            action = rng.random()
-            if action < 0.6 and at < len(text):
-                end = min(len(text), at + rng.randint(1, 150))
-                taps = bench.cache.claim_taps(
-                    lane, planned(*(p for p in (at + 1, end) if rng.random() < 0.4 and p <= end))
-                )
-                if rng.random() < 0.15:  # the pass fails
-                    bench.cache.drop_taps(taps)
-                    bench.abandon(lane)
-                else:
-                    bench.compute(lane, text, at, end)
-                    for tap in taps:
-                        bench.memory.states[tap.slot] = signature(text[: tap.position])
-                    bench.cache.commit(lane, tokens, end)
-                    for tap in taps:
-                        bench.cache.publish_tap(lane, tokens, tap)
-                    computed[id(lane)] = end
-            elif action < 0.9:
-                bench.finish(lane, text[:at])
-        elif len(bench.lanes) < bench.cache.block_tables.shape[0]:
-            length = rng.randint(1, min(400, (bench.cache.stats().pages_total - 1) * BLOCK))
-            text = [*trunk[: rng.randint(0, length)], *(rng.randrange(1000) for _ in range(rng.randint(1, 40)))]
-            new = bench.admit(text, reuse=rng.random() < 0.9) if len(text) <= 20 * BLOCK else None
-            if new is not None:
-                computed[id(new)] = new.frontier
-                resumed += new.frontier > 0
-                restored += new.restore is not None
-        bench.check()
-    for lane, tokens in list(bench.lanes):
-        bench.finish(lane, tokens.tolist()[: computed[id(lane)]])
-    bench.check_nothing_is_lost()
-    assert resumed > 0
-    assert restored > 0 or slabs < 30
+        life.step()
+        life.bench.check()
+    life.finish_all()
+    life.bench.check_nothing_is_lost()
+    assert life.resumed > 0
+    assert life.restored > 0 or slabs < 30

@@ -3,165 +3,24 @@ tokens it would have been given alone, and loses nothing."""
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from books import check_books
-from cache_bench import Bench
-from fake_model import VOCAB, FakeModel, continuation
-from prefix_index import TapLimits
+from core_rig import Rig, tokens_of
+from fake_model import continuation
 from qwen35_engine import (
     EngineClosed,
     Failed,
     Finished,
-    GenerationRequest,
-    NewTokens,
     QueueTimeout,
-    RequestRecord,
-    SamplingParams,
-    Started,
     TapHints,
-    TokenStream,
 )
-from qwen35_engine.core import Core, Job
-from qwen35_engine.options import EffectiveOptions
-from qwen35_engine.sampling import KernelSampler
 from slab_pool import CopyFailed
-
-GREEDY = SamplingParams(temperature=0)
-
-
-class Rig:
-    """A core over the fake model, small memory and copies that land when told to."""
-
-    def __init__(
-        self,
-        *,
-        pages: int = 20,
-        lanes: int = 3,
-        snapshots: int = 4,
-        slabs: int = 60,
-        prefill_chunk: int = 96,
-        max_taps: int = 2,
-        ladder_tokens: int = 128,
-        pending_timeout_seconds: float = 1000.0,
-    ) -> None:
-        self.bench = Bench(pages=pages, lanes=lanes, snapshots=snapshots, slabs=slabs)
-        self.model = FakeModel(self.bench.memory)
-        self.max_context = pages * 64
-        self.core = Core(
-            model=self.model,
-            cache=self.bench.cache,
-            sampler=KernelSampler(),
-            options=EffectiveOptions(
-                max_context=self.max_context,
-                max_concurrency=lanes,
-                max_pending=100,
-                prefill_chunk=prefill_chunk,
-                num_blocks=pages,
-                snapshot_slots=snapshots,
-                host_cache_bytes=0,
-                taps=TapLimits(max_taps=max_taps, ladder_tokens=ladder_tokens, min_gap_tokens=64),
-                pending_timeout_seconds=pending_timeout_seconds,
-                prefix_reuse=True,
-            ),
-            device=torch.device("cpu"),
-            on_request=lambda record: self.records.append(record),
-            clock=lambda: self.now,
-        )
-        self.now = 0.0
-        self.records: list[RequestRecord] = []
-        self.started: dict[int, int] = {}
-        self._next = 0
-        self.open: dict[int, tuple[TokenStream, list[int], int]] = {}
-        self.ended: list[tuple[Finished | Failed, list[int]]] = []
-        self.spoiled: set[int] = set()
-        self._got: dict[int, list[int]] = {}
-
-    def submit(self, prompt: list[int], max_tokens: int, **changes: Any) -> int:
-        self._next += 1
-        stream = TokenStream(self._next, lambda _: None, None)
-        request = GenerationRequest(tokens=prompt, sampling=GREEDY, max_tokens=max_tokens, **changes)
-        tokens = array("i", prompt)
-        index = self.bench.cache.index
-        self.core.add(
-            [
-                Job(
-                    stream=stream,
-                    request=request,
-                    tokens=tokens,
-                    prompt=index.prepare(tokens, namespace=request.namespace) if request.reuse else None,
-                    max_tokens=min(max_tokens, self.max_context - len(prompt)),
-                    seed=0,
-                    submitted=self.now,
-                )
-            ]
-        )
-        self.open[self._next] = (stream, prompt, max_tokens)
-        self._got[self._next] = []
-        return self._next
-
-    def spoil(self, slots: set[int], lane: Any) -> None:
-        """Make the lane's next pass fail, by adding its slot to one of the model's sets."""
-        slots.add(lane.memory.slot)
-        self.spoiled.add(lane.job.stream.request_id)
-
-    def turn(self) -> None:
-        # A spoiled lane may have ended meanwhile, and its slot may be another's in a moment.
-        slots = {lane.memory.slot for lane in self.core._lanes.values()}
-        self.model.nan_slots &= slots
-        self.model.broken_slots &= slots
-        self.core.turn()
-        self.read()
-
-    def read(self) -> None:
-        """Take every stream's events; each answer must be what the tokens alone say, however far it got."""
-        for request_id, (stream, prompt, max_tokens) in list(self.open.items()):
-            got = self._got[request_id]
-            for event in stream.take():
-                match event:
-                    case Started(cached):
-                        assert not got
-                        assert cached < len(prompt)
-                        self.started[request_id] = cached
-                    case NewTokens(ids):
-                        got += ids
-                    case Finished() | Failed():
-                        del self.open[request_id]
-                        self.ended.append((event, got))
-                        assert got == continuation(prompt, len(got)), f"request {request_id}: wrong tokens"
-                        if isinstance(event, Finished):
-                            assert event.usage.completion_tokens == len(got)
-                            assert event.usage.prompt_tokens == len(prompt)
-                            if event.reason == "length":
-                                assert len(got) <= max_tokens
-                        else:
-                            assert request_id in self.spoiled
-
-    def run_dry(self) -> None:
-        """Turns until nothing is left to do."""
-        for _ in range(10_000):
-            if not self.core.has_work:
-                break
-            self.turn()
-        self.read()
-        assert not self.open, "requests were never answered"
-
-    def check(self) -> None:
-        self.bench.lanes = [(lane.memory, lane.tokens) for lane in self.core._lanes.values()]
-        self.bench.check()
-
-
-def tokens_of(seed: int, length: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
-
 
 TRUNK = tokens_of(0, 700)
 
@@ -238,6 +97,12 @@ class Schedules(RuleBasedStateMachine):
         lane = next(lane for lane in self.rig.core._lanes.values() if lane.computed < lane.prompt_tokens)
         self.rig.spoil(self.rig.model.broken_slots, lane)
 
+    @precondition(lambda self: self.rig.core._lanes)
+    @rule(error=st.sampled_from([MemoryError(), ValueError()]))
+    def fail_a_pass(self, error: Exception) -> None:
+        """A pass of one lane or of several, or of nobody's fault."""
+        self.rig.model.next_error = error
+
     @invariant()
     def sound(self) -> None:
         if hasattr(self, "rig"):
@@ -246,9 +111,8 @@ class Schedules(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "rig"):
             self.rig.run_dry()
-            self.rig.check()
             check_books(self.rig.records, self.rig.core.accounts.totals)
-            self.rig.bench.check_nothing_is_lost()
+            self.rig.check_nothing_is_lost()
 
 
 Schedules.TestCase.settings = settings(
@@ -304,6 +168,53 @@ def test_a_failed_copy_ends_the_core_and_answers_can_still_be_given() -> None:
     rig.core.fail_all(EngineClosed("a copy failed"))
     ((stream, _, _),) = rig.open.values()
     assert isinstance(stream.take()[-1], Failed)
+
+
+def test_after_a_failure_that_spares_nobody_the_core_starts_afresh() -> None:
+    """Out of memory, or a decode of two lanes that raises: all are answered, whoever waits as well."""
+    for error, lanes in ((MemoryError(), 1), (ValueError(), 2)):
+        rig = Rig(lanes=lanes, slabs=60, pages=40)
+        history = tokens_of(15, 150)
+        rig.ask(history, 3)
+        for seed in (16, 17, 18):
+            rig.submit(tokens_of(seed, 40), 30)
+        for _ in range(3):
+            rig.turn()
+        rig.model.next_error = error
+        rig.turn()
+        assert rig.recoveries == 1
+        assert not rig.open
+        assert [type(event) for event, _ in rig.ended] == [Finished, Failed, Failed, Failed]
+        rig.check()
+        assert rig.bench.cache.index.stats().blocks == 0
+        assert rig.ask(history, 3).cached_tokens == 0
+        rig.check_nothing_is_lost()
+
+
+def test_an_error_of_one_lane_is_its_own() -> None:
+    """A pass of a single lane that raises, and an admission that does."""
+    rig = Rig(slabs=60, pages=40)
+    rig.ask(tokens_of(19, 150), 3)
+    rig.submit(tokens_of(20, 40), 30)
+    for _ in range(3):
+        rig.turn()
+    rig.model.next_error = ValueError()
+    rig.turn()
+    assert isinstance(rig.ended[-1][0], Failed)
+    real = rig.bench.memory.copy_state
+    rig.bench.memory.copy_state = fail  # type: ignore[method-assign]
+    rig.spoiled.add(rig.submit([*tokens_of(19, 150), *continuation(tokens_of(19, 150), 3), 5], 30))
+    rig.submit(tokens_of(21, 40), 3)
+    rig.run_dry()
+    rig.bench.memory.copy_state = real  # type: ignore[method-assign]
+    assert [type(event) for event, _ in rig.ended[-2:]] == [Failed, Finished]
+    assert rig.recoveries == 0
+    assert rig.bench.cache.index.stats().blocks > 0
+    rig.check_nothing_is_lost()
+
+
+def fail(*_: Any) -> None:
+    raise ValueError("injected")
 
 
 def test_a_restore_is_waited_for_by_its_own_lane_only() -> None:

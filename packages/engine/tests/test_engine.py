@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -430,7 +431,7 @@ def test_a_prefill_that_raises_fails_its_request_only(folder: Path) -> None:
 
         def broken(**arguments: Any) -> torch.Tensor:
             if arguments["tokens"].shape[0] == 77:
-                raise MemoryError("no room")
+                raise ValueError("a bug")
             return real(**arguments)
 
         model.prefill = broken  # type: ignore[method-assign]
@@ -443,15 +444,81 @@ def test_a_prefill_that_raises_fails_its_request_only(folder: Path) -> None:
         assert engine.is_open
 
 
-def test_a_fault_of_the_engine_itself_answers_everyone_and_closes(folder: Path) -> None:
+def decode_fails_for_two(engine: Engine) -> None:
+    real = engine._model.decode
+
+    def broken(**arguments: Any) -> torch.Tensor:
+        if len(arguments["tokens"]) > 1:
+            raise ValueError("whose fault?")
+        return real(**arguments)
+
+    engine._model.decode = broken  # type: ignore[method-assign]
+
+
+def memory_is_out(engine: Engine) -> None:
+    """Once, in the third pass over a prompt."""
+    real, passes = engine._model.prefill, count(1)
+
+    def broken(**arguments: Any) -> torch.Tensor:
+        if next(passes) == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return real(**arguments)
+
+    engine._model.prefill = broken  # type: ignore[method-assign]
+
+
+def the_cache_fails(engine: Engine) -> None:
+    """Once, while a lane is being ended."""
+    real, ends = engine._cache._backup.write_through, count(1)  # type: ignore[union-attr]
+
+    def broken(lane: Any) -> None:
+        if next(ends) == 2:
+            raise KeyError("a bug")
+        real(lane)
+
+    engine._cache._backup.write_through = broken  # type: ignore[union-attr, method-assign]
+
+
+@pytest.mark.parametrize("fault", [decode_fails_for_two, memory_is_out, the_cache_fails], ids=lambda f: f.__name__)
+def test_a_fault_that_spares_nobody_answers_everyone_and_the_engine_goes_on(
+    folder: Path, fault: Callable[[Engine], None]
+) -> None:
+    prompts = [tokens(100, seed) for seed in (60, 61, 62, 63)]
+    gate = Gate()
+    with engine_of(folder, prefix_reuse=False) as cold:
+        expected = [run(cold, request(prompt, 12))[0] for prompt in prompts]
+    with engine_of(folder, max_concurrency=2, host_cache_mib=64) as engine:
+        run(engine, request(prompts[0], 12))
+        fault(engine)
+        sampler = engine._worker._core._sampler
+        engine._worker._core._sampler = gate
+        streams = [engine.submit(request(prompt, 12)) for prompt in prompts]
+        assert gate.reached.wait(timeout=60)
+        engine._worker._core._sampler = sampler
+        gate.open.set()
+        ends = [list(stream)[-1] for stream in streams]
+        failed = [end for end in ends if isinstance(end, Failed)]
+        assert failed
+        assert all(isinstance(end.error, ExecutionError) and "start afresh" in str(end.error) for end in failed)
+        if fault is decode_fails_for_two:
+            engine._model.decode = type(engine._model).decode.__get__(engine._model)  # type: ignore[method-assign]
+        assert engine.is_open
+        for prompt, answer in zip(prompts, expected, strict=True):
+            again, usage = run(engine, request(prompt, 12))
+            assert (again, usage.cached_tokens) == (answer, 0), "the cache was not emptied"
+        assert run(engine, request([*prompts[0], *expected[0]], 1))[1].cached_tokens == 111
+
+
+def test_a_cache_that_cannot_be_emptied_ends_the_engine_and_answers_everyone(folder: Path) -> None:
     def broken(*_: Any) -> list[int]:
         raise KeyError("a bug")
 
     engine = engine_of(folder, broken)
+    engine._cache._space.slots.take(1)  # nobody's: it has been lost
     end = list(engine.submit(request([1, 2])))[-1]
     assert isinstance(end, Failed)
-    assert isinstance(end.error, EngineClosed)
-    assert not engine.is_open
+    while engine.is_open:  # the answer comes before the end
+        pass
     with pytest.raises(EngineClosed):
         engine.submit(request([1]))
     engine.close()

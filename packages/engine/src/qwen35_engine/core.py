@@ -1,7 +1,8 @@
 """The engine's loop without its thread: admit, step, publish. Synchronous, so that tests can drive it step by step.
 
-A turn settles the copies that have landed, starts waiting requests, computes one prefill chunk of the oldest prompt
-still being computed, then one token of every lane past its prompt. Tokens leave through each request's stream.
+A turn settles the copies that have landed, starts waiting requests, brings back to the device what the first that goes
+on waiting will need, computes one prefill chunk of the oldest prompt still being computed, then one token of every lane
+past its prompt. Tokens leave through each request's stream.
 """
 
 from __future__ import annotations
@@ -162,6 +163,16 @@ class Core:
         for lane in [lane for lane in self._lanes.values() if lane.job.stream.request_id in request_ids]:
             self._finish(lane, "cancelled")
 
+    def recover(self, error: Exception) -> None:
+        """Answer every request and empty the cache, after a failure that no single lane can be blamed for.
+
+        Raises:
+            CopyFailed, RuntimeError: not even that can be done; the engine has to end.
+        """
+        lanes = [lane.memory for lane in self._lanes.values()]
+        self.fail_all(ExecutionError(f"the engine had to start afresh: {type(error).__name__}"))
+        self.cache.empty(lanes)
+
     def fail_all(self, error: EngineError) -> None:
         """Tell every open request that it ends here. The cache is not touched any more."""
         jobs, lanes = list(self._waiting), list(self._lanes.values())
@@ -182,6 +193,7 @@ class Core:
         self._note_landings()
         self._expire()
         self._admit()
+        self._prefetch_next()
         self._step()
 
     def _note_landings(self) -> None:
@@ -210,17 +222,34 @@ class Core:
                 return
             if quote.readiness is Readiness.READY and self._waits_for_sibling(job, quote):
                 return
-            self._waiting.popleft()
-            if quote.readiness is not Readiness.READY:
+            if quote.readiness is Readiness.READY:
+                self._start(job, quote)
+            else:
+                self._waiting.popleft()
                 self._end(job, RequestError(f"the request needs {quote.blocks} blocks, more than there are"))
-                continue
+
+    def _start(self, job: Job, quote: AdmissionQuote) -> None:
+        """Give the first of the line its lane. Whatever raises finds it either in the line or in a lane."""
+        taps = self._plan_taps(job, quote)
+        try:
             memory = self.cache.start(quote)
-            times = Stopwatch(job.submitted, admitted=self._clock())
-            taps = self._plan_taps(job, quote)
-            lane = _Lane(self._next_lane, job, memory, job.tokens[:], memory.frontier, taps, times)
-            self._lanes[lane.number] = lane
-            self._next_lane += 1
-            job.stream.put(Started(memory.frontier))
+        except Exception as error:
+            if _concerns_all(error):
+                raise
+            self._waiting.popleft()
+            self._end(job, _failure(job, "the admission", error))
+            return
+        times = Stopwatch(job.submitted, admitted=self._clock())
+        lane = _Lane(self._next_lane, job, memory, job.tokens[:], memory.frontier, taps, times)
+        self._lanes[lane.number] = lane
+        self._waiting.popleft()
+        self._next_lane += 1
+        job.stream.put(Started(memory.frontier))
+
+    def _prefetch_next(self) -> None:
+        """Use the time in which the first of the line waits for a lane or for pages."""
+        if self._waiting and self._waiting[0].prompt is not None:
+            self.cache.prefetch(self._waiting[0].prompt)
 
     def _plan_taps(self, job: Job, quote: AdmissionQuote) -> list[Tap]:
         if quote.match is None:
@@ -302,10 +331,10 @@ class Core:
                 before_layer=None if restore is None else restore.wait_for_layer,
             ).unsqueeze(0)
             _require_finite(hidden)
-        except CopyFailed:
-            raise  # what else was copied is in doubt as well: this ends the engine
         except Exception as error:
             self.cache.drop_taps(taps)
+            if _concerns_all(error):
+                raise
             self._fail(lane, error)
             return
         memory.restore = None  # every layer has waited for its part
@@ -340,8 +369,9 @@ class Core:
                 slots=torch.tensor([lane.memory.slot for lane in running], device=self._device),
             )
         except Exception as error:
-            for lane in running:
-                self._fail(lane, error)
+            if len(running) > 1 or _concerns_all(error):
+                raise  # nobody knows whose fault it is, nor what else it has touched
+            self._fail(running[0], error)
             return
         sound = torch.isfinite(hidden).all(dim=-1).tolist()
         if not all(sound):
@@ -383,16 +413,15 @@ class Core:
     # ---- ends ---------------------------------------------------------------------------------------------------
 
     def _finish(self, lane: _Lane, reason: FinishReason) -> None:
-        del self._lanes[lane.number]
         self.cache.finish(lane.memory, lane.tokens, lane.computed)
+        del self._lanes[lane.number]
         self._end(lane.job, reason, lane)
 
     def _fail(self, lane: _Lane, error: Exception) -> None:
         """End one lane whose pass failed; nothing of that pass is published."""
-        logger.error("request %d failed: %s", lane.job.stream.request_id, error)
-        del self._lanes[lane.number]
         self.cache.abandon(lane.memory)
-        self._end(lane.job, ExecutionError(f"the forward pass failed: {type(error).__name__}"), lane)
+        del self._lanes[lane.number]
+        self._end(lane.job, _failure(lane.job, "the forward pass", error), lane)
 
     def _end(self, job: Job, ending: FinishReason | EngineError, lane: _Lane | None = None) -> None:
         """Close the books on a request and tell its stream; ``lane`` is what it ran in, if it got so far."""
@@ -437,6 +466,16 @@ def _logprobs(logits: Tensor, drawn: int, wanted: int) -> TokenLogprobs:
     row = log_probabilities(logits=logits.unsqueeze(0))[0]
     best = row.topk(min(wanted, len(row)))
     return TokenLogprobs(float(row[drawn]), tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+
+
+def _failure(job: Job, what: str, error: Exception) -> ExecutionError:
+    logger.error("request %d: %s failed: %s", job.stream.request_id, what, error)
+    return ExecutionError(f"{what} failed: {type(error).__name__}")
+
+
+def _concerns_all(error: Exception) -> bool:
+    """Whether more than one request is in doubt: what was copied, or whether there is memory for anything."""
+    return isinstance(error, CopyFailed | MemoryError | torch.OutOfMemoryError)
 
 
 def _require_finite(hidden: Tensor) -> None:

@@ -72,6 +72,14 @@ class Restore:
     def done(self) -> bool:
         return self.ticket.done()
 
+    def wait(self) -> None:
+        """Block until all of it has landed.
+
+        Raises:
+            CopyFailed: it will not come.
+        """
+        self.ticket.result()
+
 
 class HostTier:
     """A slab pool and two copy streams, one per direction, so that a restore never queues behind a write-through."""
@@ -112,6 +120,10 @@ class HostTier:
     def num_free(self) -> int:
         return self._pool.num_free
 
+    @property
+    def num_slabs(self) -> int:
+        return self._pool.num_slabs
+
     def acquire(self, count: int) -> tuple[int, ...]:
         return self._pool.acquire(count)
 
@@ -149,6 +161,11 @@ class HostTier:
             parts.append((f"layer {number}", copies))
         batch = CopyBatch.of(Direction.HOST_TO_DEVICE, parts)
         return Restore(self._reads.submit(batch, after=self._reads.compute_stream()), self._reads)
+
+    @property
+    def restoring(self) -> bool:
+        """Whether a restore is on its way."""
+        return self._reads.statistics().in_flight_batches > 0
 
     def poll(self) -> list[Ticket]:
         """What has landed since the last call; never waits.

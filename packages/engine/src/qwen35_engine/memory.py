@@ -27,7 +27,7 @@ class IdPool:
     """
 
     def __init__(self, name: str, size: int) -> None:
-        self._name = name
+        self.name = name
         self._size = size
         self._free = list(range(1, size))
         self._is_free = bytearray(b"\x00" + b"\x01" * (size - 1))
@@ -48,7 +48,7 @@ class IdPool:
             RuntimeError: fewer are free; nothing is taken.
         """
         if count > len(self._free):
-            raise RuntimeError(f"{self._name}: {count} wanted, {len(self._free)} free")
+            raise RuntimeError(f"{self.name}: {count} wanted, {len(self._free)} free")
         ids = [heapq.heappop(self._free) for _ in range(count)]
         for i in ids:
             self._is_free[i] = 0
@@ -63,9 +63,9 @@ class IdPool:
         ids = list(ids)
         for i in ids:
             if not 1 <= i < self._size or self._is_free[i]:
-                raise RuntimeError(f"{self._name}: id {i} was not taken")
+                raise RuntimeError(f"{self.name}: id {i} was not taken")
         if len(set(ids)) != len(ids):
-            raise RuntimeError(f"{self._name}: ids given back twice in {ids}")
+            raise RuntimeError(f"{self.name}: ids given back twice in {ids}")
         for i in ids:
             self._is_free[i] = 1
             heapq.heappush(self._free, i)

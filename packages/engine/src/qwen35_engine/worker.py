@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from slab_pool import CopyFailed
+
 from .accounting import Totals
 from .core import Core, Job
 from .errors import EngineClosed, EngineError, QueueFull
@@ -110,7 +112,7 @@ class Worker:
         reason: EngineError = EngineClosed("the engine was closed before the answer was complete")
         try:
             while self._drain():
-                self._core.turn()
+                self._turn()
             self._core.cache.drain()
         except Exception as error:
             # Nothing a request does may end the loop; what gets here is a fault of the engine's own.
@@ -121,6 +123,15 @@ class Worker:
             self._core.add(self._inbox)
             self._inbox.clear()
         self._core.fail_all(reason)
+
+    def _turn(self) -> None:
+        try:
+            self._core.turn()
+        except CopyFailed:
+            raise  # bytes are in doubt that nobody can check: an orderly end is all that is left
+        except Exception as error:
+            logger.exception("a step failed; every request is answered and the cache emptied")
+            self._core.recover(error)
 
     def _drain(self) -> bool:
         """Hand over what came in; wait while there is nothing to do. False: stop."""

@@ -1,7 +1,8 @@
 """The binding between tokens and pages: the only code that sees both. One file per verb.
 
 ``PrefixCache`` puts them together: ``admit`` quotes and makes lanes, ``publish`` commits what they compute, ``backup``
-writes it through to the Host tier, ``transfers`` settles the copies.
+writes it through to the Host tier, ``prefetch`` brings back what the next request will need, ``transfers`` settles the
+copies.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from prefix_index import CostModel, PrefixIndex, Prompt
+from prefix_index import CostModel, PrefixIndex, Prompt, Readiness
 from prefix_index import Tap as PlannedTap
 from qwen35_kernels import BLOCK_TOKENS
 
@@ -21,6 +22,7 @@ from ..memory import DeviceMemory
 from .admit import Admission, AdmissionQuote
 from .backup import Backup
 from .lane import LaneMemory
+from .prefetch import Prefetch
 from .publish import Publisher, Tap
 from .space import Space
 from .transfers import Transfers
@@ -75,11 +77,11 @@ class PrefixCache:
             context_blocks=context_blocks,
         )
         self._publisher = Publisher(memory, self.index, self._space)
-        self._backup = (
-            Backup(self.index, self._space, host, self._transfers)
-            if host is not None and self._transfers is not None
-            else None
-        )
+        self._backup: Backup | None = None
+        self._prefetch: Prefetch | None = None
+        if host is not None and self._transfers is not None:
+            self._backup = Backup(self.index, self._space, host, self._transfers)
+            self._prefetch = Prefetch(self.index, self._space, host, self._transfers, cost=cost)
 
     @property
     def block_tables(self) -> Tensor:
@@ -107,8 +109,22 @@ class PrefixCache:
         return True
 
     def quote(self, prompt: Prompt | None, *, total_tokens: int) -> AdmissionQuote:
-        """See ``Admission.quote``."""
-        return self._admission.quote(prompt, total_tokens=total_tokens)
+        """See ``Admission.quote``. Where a prefetch is about to bring what the request could use, it is waited for.
+
+        Raises:
+            CopyFailed: the prefetch will not come; the engine has to end.
+        """
+        quote = self._admission.quote(prompt, total_tokens=total_tokens)
+        if quote.readiness is Readiness.READY and quote.match is not None and self._prefetch is not None:
+            if not self._prefetch.crosses(quote.match):
+                return quote
+            self._prefetch.land()
+            quote = self._admission.quote(prompt, total_tokens=total_tokens)
+        return quote
+
+    def prefetch(self, prompt: Prompt) -> int:
+        """Bring back to the device what the request that waits will resume from; how many blocks. Never waits."""
+        return 0 if self._prefetch is None else self._prefetch.start(prompt)
 
     def start(self, quote: AdmissionQuote) -> LaneMemory:
         """See ``Admission.start``."""
@@ -141,11 +157,28 @@ class PrefixCache:
         self.abandon(lane)
 
     def abandon(self, lane: LaneMemory) -> None:
-        """End a sequence without a snapshot at its end. What it committed before stays reusable."""
-        if self._backup is not None:
+        """End a sequence without a snapshot at its end. What it committed before stays reusable; one of which no pass
+        has succeeded leaves recency and hits as if it had never been."""
+        if self._backup is not None and lane.activated:
             self._backup.write_through(lane)
+        self._let_go(lane)
+
+    def empty(self, lanes: Iterable[LaneMemory]) -> None:
+        """End these sequences, all there are, and forget everything cached: after a failure that spared nobody.
+
+        Raises:
+            CopyFailed: a copy failed; the engine has to end.
+            RuntimeError: something has no owner, so that the engine has to end as well.
+        """
+        self.drain()
+        for lane in lanes:
+            self._let_go(lane)
+        self._space.reclaim(self.index.clear())
+        self._space.require_all_free()
+
+    def _let_go(self, lane: LaneMemory) -> None:
         if lane.lease is not None:
-            self.index.release(lane.lease)
+            (self.index.release if lane.activated else self.index.cancel)(lane.lease)
         self._admission.end(lane)
 
     def check_invariants(self) -> None:

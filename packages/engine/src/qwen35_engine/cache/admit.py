@@ -5,6 +5,7 @@ A quote is arithmetic and changes nothing; what can fail is found there, before 
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import cast
 
@@ -133,18 +134,36 @@ class Admission:
         return AdmissionQuote(planned.readiness, blocks, match, sources[planned.source], reason)
 
     def start(self, quote: AdmissionQuote) -> LaneMemory:
-        """Make the lane of a quote that is ready, with nothing in between.
+        """Make the lane of a quote that is ready, with nothing in between. All or nothing: where a step raises, all
+        that was pinned and taken is given back, and only what was evicted for it stays evicted.
 
         Returns:
             The lane's memory. Its slot holds the state of its frontier once ``restore``, if there is one, has landed.
         """
+        with ExitStack() as undo:
+            lane = self._stage(quote, undo)
+            undo.pop_all()
+        return lane
+
+    def _stage(self, quote: AdmissionQuote, undo: ExitStack) -> LaneMemory:
         if quote.match is None:
-            return self._start(self._space.take_pages(quote.blocks), None)
-        lease = self._index.acquire(quote.match, quote.source)
-        missing = _Missing.of(self._index, lease)
+            return self._make_lane(self._take_pages(quote.blocks, undo), None, (), undo)
+        index = self._index
+        lease = self._acquire(quote, quote.match, undo)
+        missing = _Missing.of(index, lease)
         # Pins what a restore reads until it has landed, whatever becomes of the lane.
-        guard = self._index.acquire(quote.match, quote.source) if missing else None
-        lane = self._resume(lease, missing, guard, quote.blocks)
+        guard = self._acquire(quote, quote.match, undo) if missing else None
+        taken = self._take_pages(quote.blocks - lease.depth + missing.num_pages, undo)
+        restored, taken = taken[: missing.blocks], taken[missing.blocks :]
+        tail_pages, own = (taken[:1], taken[1:]) if missing.tail else (list(lease.tail_pages), taken)
+        held = cast(tuple[int, ...], index.handles(lease, Tier.DEVICE, 0, lease.depth - missing.blocks))
+        lane = self._make_lane(own, lease, (*held, *restored), undo)
+        if lease.slot is not None:
+            self._memory.copy_state(lease.slot, lane.slot)
+        if tail_pages and not missing.tail:
+            self._memory.copy_page(tail_pages[0], own[0])
+        if guard is not None:
+            self._restore(lane, missing, guard, restored, tail_pages, undo)
         host_tokens = missing.blocks * BLOCK_TOKENS + (lease.frontier % BLOCK_TOKENS if missing.tail else 0)
         lane.reuse = Reuse(
             device_tokens=lease.frontier - host_tokens,
@@ -155,24 +174,24 @@ class Admission:
         )
         return lane
 
-    def _resume(self, lease: Lease, missing: _Missing, guard: Lease | None, blocks: int) -> LaneMemory:
-        index, held = self._index, lease.depth - missing.blocks
-        taken = self._space.take_pages(blocks - lease.depth + missing.num_pages)
-        restored, taken = taken[: missing.blocks], taken[missing.blocks :]
-        tail_pages, own = (taken[:1], taken[1:]) if missing.tail else (list(lease.tail_pages), taken)
-        shared = [*cast(tuple[int, ...], index.handles(lease, Tier.DEVICE, 0, held)), *restored]
-        lane = self._start(own, lease, shared)
-        if lease.slot is not None:
-            self._memory.copy_state(lease.slot, lane.slot)
-        if tail_pages and not missing.tail:
-            self._memory.copy_page(tail_pages[0], own[0])
-        if guard is not None:
-            self._restore(lane, missing, guard, restored, tail_pages)
-        index.activate(lease)
-        return lane
+    def _acquire(self, quote: AdmissionQuote, match: Match, undo: ExitStack) -> Lease:
+        lease = self._index.acquire(match, quote.source)
+        undo.callback(self._index.cancel, lease)
+        return lease
+
+    def _take_pages(self, count: int, undo: ExitStack) -> list[int]:
+        pages = self._space.take_pages(count)
+        undo.callback(self._space.pages.give_back, pages)
+        return pages
 
     def _restore(
-        self, lane: LaneMemory, missing: _Missing, guard: Lease, pages: list[int], tail_pages: list[int]
+        self,
+        lane: LaneMemory,
+        missing: _Missing,
+        guard: Lease,
+        pages: list[int],
+        tail_pages: list[int],
+        undo: ExitStack,
     ) -> None:
         """Bring to the device what only the Host has: blocks and tail for the cache, the image for the lane alone."""
         index, lease = self._index, lane.lease
@@ -183,28 +202,34 @@ class Admission:
         slabs = cast(
             tuple[int, ...], index.handles(lease, Tier.HOST, lease.depth - len(pages), lease.depth) if pages else ()
         )
-        fills = [index.begin_fill(lease, Tier.DEVICE, pages)] if pages else []
+        fills = []
+        if pages:
+            fills.append(index.begin_fill(lease, Tier.DEVICE, pages))
+            undo.callback(index.abort, fills[-1])
         host_slabs = index.copies(lease.snapshot).slabs
         image = Image(lane.slot, host_slabs[: self._host.image_slabs]) if missing.image else None
         tails = []
         if missing.tail:
             fills.append(index.begin_fill(lease.snapshot, Tier.DEVICE, tail_pages))
+            undo.callback(index.abort, fills[-1])
             # The lane goes on writing in its own copy of the partial page.
             tails = [Tail(page, host_slabs[-1]) for page in (*tail_pages, lane.pages[lease.depth])]
         lane.restore = self._host.restore(pages, slabs, image, tails)
         self._transfers.add(lane.restore.ticket, fills, guard)
 
-    def _start(self, own: list[int], lease: Lease | None, shared: list[int] | None = None) -> LaneMemory:
-        shared = shared or []
+    def _make_lane(self, own: list[int], lease: Lease | None, shared: tuple[int, ...], undo: ExitStack) -> LaneMemory:
         (slot,) = self._space.slots.take(1)
+        undo.callback(self._space.slots.give_back, [slot])
         if lease is None or lease.snapshot is None:
             self._memory.clear_state(slot)
+        row = self._rows.pop()
+        undo.callback(self._rows.append, row)
         lane = LaneMemory(
-            row=self._rows.pop(),
+            row=row,
             slot=slot,
             frontier=lease.frontier if lease else 0,
             lease=lease,
-            pages=shared + own,
+            pages=[*shared, *own],
             committed=len(shared),
             private=set(own),
         )

@@ -31,6 +31,7 @@ class LaneMemory:
         committed: blocks that were handed to the index.
         private: the pages that are the lane's own.
         restore: the copies its first pass waits for.
+        activated: whether a pass of it has succeeded. Until then it has only borrowed, and ends without a trace.
         published: the snapshots it has made.
         reuse: what it skips and why no more; as set here, a lane that does without the cache.
         taps_taken: planned snapshots it has made.
@@ -45,6 +46,7 @@ class LaneMemory:
     committed: int
     private: set[int]
     restore: Restore | None = None
+    activated: bool = False
     published: list[SnapshotHandle] = field(default_factory=list)
     reuse: Reuse = _WITHOUT_THE_CACHE
     taps_taken: int = 0

@@ -36,9 +36,14 @@ class Publisher:
         self.endpoints_skipped = 0
 
     def commit(self, lane: LaneMemory, tokens: array[int], computed: int) -> None:
-        """Hand every block that ``computed`` tokens fill to the index."""
+        """A pass has reached ``computed`` tokens: hand every block that they fill to the index."""
+        if lane.lease is None or computed <= lane.frontier:
+            return
+        if not lane.activated:
+            self._index.activate(lane.lease)
+            lane.activated = True
         full = computed // BLOCK_TOKENS
-        if lane.lease is None or full <= lane.committed:
+        if full <= lane.committed:
             return
         begin, lane.committed = lane.committed, full
         extension = self._index.extend(

@@ -39,6 +39,13 @@ class Space:
             self.reclaim(self._index.evict_device(short))
         return self.pages.take(count)
 
+    def take_backed_pages(self, count: int) -> list[int]:
+        """Take up to ``count`` pages, free ones and those of blocks and tails that the Host holds as well."""
+        short = count - len(self.pages)
+        if short > 0:
+            self.reclaim(self._index.evict_device(short, backed_only=True))
+        return self.pages.take(min(count, len(self.pages)))
+
     def take_slabs(self, count: int, *, claim: float, protect: Iterable[SnapshotHandle] = ()) -> tuple[int, ...]:
         """Take up to ``count`` slabs for something worth ``claim``; fewer where nothing worth less gives way."""
         if self._host is None:
@@ -71,6 +78,15 @@ class Space:
     def drop_snapshot_slot(self, slot: int) -> None:
         self.slots.give_back([slot])
         self.snapshot_slots -= 1
+
+    def require_all_free(self) -> None:
+        """Raise RuntimeError unless every page, slot and slab is free."""
+        pools = {pool.name: (len(pool), pool.capacity) for pool in (self.pages, self.slots)}
+        if self._host is not None:
+            pools["slabs"] = (self._host.num_free, self._host.num_slabs)
+        for name, (free, total) in pools.items():
+            if free != total:
+                raise RuntimeError(f"{name}: all {total} must be free, got {free}")
 
     def reclaim(self, freed: Freed) -> None:
         """Everything the index gave up is free again."""
