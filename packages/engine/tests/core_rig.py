@@ -52,6 +52,10 @@ class Rig:
             cache=self.bench.cache,
             sampler=KernelSampler(),
             options=EffectiveOptions(
+                device="cpu",
+                dtype="float32",
+                kv_dtype="float32",
+                threads=1,
                 max_context=self.max_context,
                 max_concurrency=lanes,
                 max_pending=100,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 
-from qwen35_engine import EngineOptions, OptionError
+from qwen35_engine import EffectiveOptions, EngineOptions, OptionError
 from qwen35_engine.checkpoint.config import ModelConfig
 
 CONFIG = ModelConfig(
@@ -36,6 +36,14 @@ CONFIG = ModelConfig(
 CPU = torch.device("cpu")
 
 
+def resolve(
+    options: EngineOptions, *, page_bytes: int = 2**20, image_bytes: int = 1, device: torch.device = CPU
+) -> EffectiveOptions:
+    return options.resolve_sizes(
+        CONFIG, page_bytes=page_bytes, image_bytes=image_bytes, device=device, dtype=torch.float32
+    )
+
+
 @pytest.mark.parametrize(
     ("option", "value", "complaint"),
     [
@@ -55,6 +63,7 @@ CPU = torch.device("cpu")
         ("pending_timeout_seconds", 0, "pending_timeout_seconds must be above 0 and at most 86400, got 0"),
         ("device", "tpu", "device must be one of auto, cpu, cuda, got 'tpu'"),
         ("dtype", "float64", "dtype must be one of auto, float32, bfloat16, got 'float64'"),
+        ("kv_dtype", "bf16", "kv_dtype must be one of auto, float32, bfloat16, got 'bf16'"),
     ],
 )
 def test_a_value_out_of_range_names_option_bound_and_value(option: str, value: Any, complaint: str) -> None:
@@ -63,48 +72,86 @@ def test_a_value_out_of_range_names_option_bound_and_value(option: str, value: A
 
 
 def test_what_is_unset_is_derived() -> None:
-    sizes = EngineOptions().resolve_sizes(CONFIG, page_bytes=2**20, image_bytes=1, device=CPU)
+    sizes = resolve(EngineOptions())
     assert sizes.num_blocks == 1024  # 1 GiB of pages
     assert sizes.max_context == 32_768
     assert sizes.snapshot_slots == 4 + 1 + 4
     assert sizes.host_cache_bytes == 2**30
     assert (sizes.taps.max_taps, sizes.taps.ladder_tokens, sizes.taps.min_gap_tokens) == (8, 4096, 1024)
-    alone = EngineOptions(host_cache_mib=0, prefill_chunk=4096).resolve_sizes(
-        CONFIG, page_bytes=2**20, image_bytes=1, device=CPU
-    )
+    alone = resolve(EngineOptions(host_cache_mib=0, prefill_chunk=4096))
     assert (alone.taps.max_taps, alone.taps.ladder_tokens, alone.taps.min_gap_tokens) == (2, 8192, 4096)
-    assert (
-        EngineOptions(prefix_reuse=False)
-        .resolve_sizes(CONFIG, page_bytes=2**20, image_bytes=1, device=CPU)
-        .host_cache_bytes
-        == 0
-    )
+    assert resolve(EngineOptions(prefix_reuse=False)).host_cache_bytes == 0
 
 
 def test_on_cuda_the_states_are_taken_off_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * 2**30, 140 * 2**30))
     cuda = torch.device("cuda")
-    sizes = EngineOptions(max_context=4096).resolve_sizes(CONFIG, page_bytes=2**20, image_bytes=2**30, device=cuda)
+    sizes = resolve(EngineOptions(max_context=4096), image_bytes=2**30, device=cuda)
     assert sizes.num_blocks == (85 - 1 - 4 - 9) * 1024
-    sizes = EngineOptions(max_context=4096).resolve_sizes(CONFIG, page_bytes=2**20, image_bytes=2**34, device=cuda)
+    sizes = resolve(EngineOptions(max_context=4096), image_bytes=2**34, device=cuda)
     assert sizes.num_blocks == 64
 
 
 def test_the_capacity_always_holds_one_context() -> None:
-    sizes = EngineOptions(max_context=10_000).resolve_sizes(CONFIG, page_bytes=2**30, image_bytes=1, device=CPU)
+    sizes = resolve(EngineOptions(max_context=10_000), page_bytes=2**30)
     assert sizes.num_blocks == 157
 
 
 def test_a_given_capacity_bounds_the_context() -> None:
-    sizes = EngineOptions(kv_capacity=1000).resolve_sizes(CONFIG, page_bytes=2**20, image_bytes=1, device=CPU)
+    sizes = resolve(EngineOptions(kv_capacity=1000))
     assert (sizes.num_blocks, sizes.max_context) == (15, 960)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("device_snapshot_slots", 3),
+        ("host_cache_mib", 64),
+        ("max_new_taps", 4),
+        ("tap_ladder_tokens", 4096),
+        ("tap_min_gap_tokens", 64),
+    ],
+)
+def test_nothing_of_the_cache_is_chosen_where_there_is_none(option: str, value: int) -> None:
+    with pytest.raises(OptionError, match=f"{option} must be left out where prefix_reuse is False, got {value}"):
+        EngineOptions(prefix_reuse=False, **{option: value})  # type: ignore[arg-type]
+    assert EngineOptions(prefix_reuse=False, host_cache_mib=0).host_cache_mib == 0
+
+
+def test_the_dtype_of_kv_is_that_of_the_activations_unless_chosen() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert EngineOptions().resolve_kv_dtype(dtype) == dtype
+        assert EngineOptions(kv_dtype="bfloat16").resolve_kv_dtype(dtype) == torch.bfloat16
+        assert EngineOptions(kv_dtype="float32").resolve_kv_dtype(dtype) == torch.float32
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        EngineOptions(),
+        EngineOptions(prefix_reuse=False, max_concurrency=2),
+        EngineOptions(kv_capacity=5000, host_cache_mib=0, kv_dtype="bfloat16", threads=3, max_new_taps=0),
+        EngineOptions(device_snapshot_slots=7, tap_ladder_tokens=100, tap_min_gap_tokens=70, prefill_chunk=33),
+    ],
+)
+def test_the_effective_options_are_options_with_nothing_left_to_derive(options: EngineOptions) -> None:
+    effective = resolve(options)
+    chosen = effective.as_options()
+    assert resolve(chosen) == effective
+    unset = {name for name, value in asdict(chosen).items() if value is None or value == "auto"}
+    assert not unset or not options.prefix_reuse
+    for name, value in asdict(options).items():
+        if value not in (None, "auto") and name != "kv_capacity":
+            assert getattr(chosen, name) == value, name
+
+
 def test_contradictions_are_refused() -> None:
+    with pytest.raises(OptionError, match="hold a block of 64 tokens for each of 4 sequences, got 255"):
+        resolve(EngineOptions(kv_capacity=255))
     with pytest.raises(OptionError, match="kv_capacity must hold one max_context of 4096 tokens, got 4000"):
-        EngineOptions(kv_capacity=4000, max_context=4096).resolve_sizes(CONFIG, page_bytes=1, image_bytes=1, device=CPU)
+        resolve(EngineOptions(kv_capacity=4000, max_context=4096))
     with pytest.raises(OptionError, match="max_context must be at most the model's 40000 positions, got 40001"):
-        EngineOptions(max_context=40_001).resolve_sizes(CONFIG, page_bytes=1, image_bytes=1, device=CPU)
+        resolve(EngineOptions(max_context=40_001))
 
 
 def test_the_dtype_on_a_cpu_is_float32_unless_asked_otherwise() -> None:

@@ -32,6 +32,7 @@ from .errors import (
     QueueTimeout,
     RequestError,
 )
+from .ledger import Ledger, LedgerEntry
 from .options import EffectiveOptions, EngineOptions
 from .request import (
     MAX_LOGPROBS,
@@ -66,6 +67,8 @@ __all__ = [
     "Finished",
     "Funnel",
     "GenerationRequest",
+    "Ledger",
+    "LedgerEntry",
     "MissReason",
     "NewTokens",
     "OptionError",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from array import array
@@ -23,6 +22,7 @@ from .checkpoint.config import LINEAR, ModelConfig, read_config
 from .core import Core, Job
 from .errors import ContextLengthExceeded, RequestError
 from .host import HostTier
+from .ledger import Ledger, LedgerEntry, bytes_of, free_bytes
 from .memory import DeviceMemory
 from .model.qwen35 import Qwen35Model
 from .model.weights import ModelWeights, load_weights
@@ -32,8 +32,6 @@ from .sampling import KernelSampler, Sampler
 from .worker import Worker
 
 __all__ = ["Engine", "EngineStats"]
-
-logger = logging.getLogger(__name__)
 
 _PROFILES = {torch.float32: KVProfile.FP32, torch.bfloat16: KVProfile.BF16}
 
@@ -60,7 +58,8 @@ class Engine:
 
     Attributes:
         config: the model's shape.
-        options: every size in force.
+        options: every choice in force.
+        ledger: where every byte went that the engine holds.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Engine:
         options = options or EngineOptions()
         device = weights.device
         page_layout = PageLayout(
-            profile=_PROFILES[weights.dtype],
+            profile=_PROFILES[options.resolve_kv_dtype(weights.dtype)],
             num_layers=config.num_full_layers,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -106,7 +105,11 @@ class Engine:
         )
         self.config = config
         self.options: EffectiveOptions = options.resolve_sizes(
-            config, page_bytes=page_layout.page_bytes, image_bytes=state_layout.image_bytes, device=device
+            config,
+            page_bytes=page_layout.page_bytes,
+            image_bytes=state_layout.image_bytes,
+            device=device,
+            dtype=weights.dtype,
         )
         memory = DeviceMemory(
             page_layout=page_layout,
@@ -141,16 +144,15 @@ class Engine:
             max_waiting=self.options.max_pending,
             threads=options.threads,
         )
-        logger.info(
-            "%d blocks of KV (%d MiB), %d state slots (%d MiB), Host cache %d MiB, context %d tokens, on %s in %s",
-            self.options.num_blocks,
-            memory.pages.nbytes >> 20,
-            memory.states.shape[0],
-            memory.states.nbytes >> 20,
-            budget >> 20,
-            self.options.max_context,
-            device,
-            weights.dtype,
+        self.ledger = Ledger(
+            entries=(
+                LedgerEntry("weights", "device", bytes_of(weights)),
+                LedgerEntry("KV pages", "device", bytes_of(memory.pages)),
+                LedgerEntry("state slots", "device", bytes_of(memory.states)),
+                LedgerEntry("tables", "device", bytes_of(self._cache.block_tables, self._model.frequencies)),
+                LedgerEntry("Host slabs", "host", self._host.capacity_bytes if self._host is not None else 0),
+            ),
+            free_bytes=free_bytes(device),
         )
         self._worker.start()
 

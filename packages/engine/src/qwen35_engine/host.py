@@ -117,6 +117,11 @@ class HostTier:
         return self._pool.image_slabs
 
     @property
+    def capacity_bytes(self) -> int:
+        """Host memory that is reserved."""
+        return self._pool.capacity_bytes
+
+    @property
     def num_free(self) -> int:
         return self._pool.num_free
 

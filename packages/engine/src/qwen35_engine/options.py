@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,15 @@ _CUDA_KV_SHARE = 0.85
 _DEVICES = ("auto", "cpu", "cuda")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+# What contradicts `prefix_reuse=False`.
+_OF_THE_CACHE = (
+    "device_snapshot_slots",
+    "host_cache_mib",
+    "max_new_taps",
+    "tap_ladder_tokens",
+    "tap_min_gap_tokens",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
@@ -36,15 +45,18 @@ class EngineOptions:
 
     Attributes:
         device: ``auto`` (CUDA where there is one), ``cpu`` or ``cuda``.
-        dtype: ``auto``, ``float32`` or ``bfloat16``, of weights, activations and KV. ``auto`` is float32
-            on a CPU, where it is the faster one, and for checkpoints that have it; bfloat16 otherwise.
+        dtype: ``auto``, ``float32`` or ``bfloat16``, of weights and activations. ``auto`` is float32 on a CPU, where it
+            is the faster one, and for checkpoints that have it; bfloat16 otherwise.
+        kv_dtype: ``auto``, ``float32`` or ``bfloat16``, of keys and values in their pages. ``auto`` is that of the
+            activations.
         threads: CPU threads of a forward pass; None leaves torch's own choice.
         max_context: tokens of the longest sequence, prompt and output together.
         max_concurrency: sequences that run at once, 1 to 256.
         max_pending: requests that may wait; one more is refused.
         prefill_chunk: tokens of a prompt that one step computes.
-        kv_capacity: tokens of KV in all, running and cached. None: 1 GiB of pages on a CPU, 85 % of the memory that is
-            free after loading, less the states, on CUDA; at least one ``max_context``.
+        kv_capacity: tokens of KV in all, running and cached; at least one ``max_context``, and a block of 64 for each
+            sequence. None: 1 GiB of pages on a CPU, 85 % of the memory that is free after loading, less the states, on
+            CUDA; more where that is less than one ``max_context``.
         device_snapshot_slots: states the cache may keep, 1 to ``max_concurrency + 64``.
         host_cache_mib: Host memory for what the device has no room for, in MiB; 0: none. None: 1 GiB on a CPU, 8 GiB on
             CUDA.
@@ -57,11 +69,12 @@ class EngineOptions:
         prefix_reuse: False computes every prompt from its first token and keeps nothing.
 
     Raises:
-        OptionError: a value out of its range.
+        OptionError: a value out of its range, or something of the cache chosen where ``prefix_reuse`` is False.
     """
 
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"
     threads: int | None = None
     max_context: int | None = None
     max_concurrency: int = 4
@@ -79,8 +92,9 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.device not in _DEVICES:
             raise OptionError(f"device must be one of {', '.join(_DEVICES)}, got {self.device!r}")
-        if self.dtype not in ("auto", *_DTYPES):
-            raise OptionError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {self.dtype!r}")
+        for name in ("dtype", "kv_dtype"):
+            if getattr(self, name) not in ("auto", *_DTYPES):
+                raise OptionError(f"{name} must be one of auto, {', '.join(_DTYPES)}, got {getattr(self, name)!r}")
         _require_range("max_concurrency", self.max_concurrency, 1, 256)
         _require_range("max_pending", self.max_pending, 0, 1_000_000)
         _require_range("prefill_chunk", self.prefill_chunk, 1, 1_000_000)
@@ -104,6 +118,10 @@ class EngineOptions:
             )
         if self.device_snapshot_slots is not None:
             _require_range("device_snapshot_slots", self.device_snapshot_slots, 1, self.max_concurrency + 64)
+        if not self.prefix_reuse:
+            for name in _OF_THE_CACHE:
+                if getattr(self, name):
+                    raise OptionError(f"{name} must be left out where prefix_reuse is False, got {getattr(self, name)}")
 
     def resolve_device(self) -> torch.device:
         """The device to run on.
@@ -123,8 +141,18 @@ class EngineOptions:
             return torch.float32
         return torch.bfloat16
 
+    def resolve_kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of keys and values beside activations of ``dtype``."""
+        return dtype if self.kv_dtype == "auto" else _DTYPES[self.kv_dtype]
+
     def resolve_sizes(
-        self, config: ModelConfig, *, page_bytes: int, image_bytes: int, device: torch.device
+        self,
+        config: ModelConfig,
+        *,
+        page_bytes: int,
+        image_bytes: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> EffectiveOptions:
         """Fill in every size, once the weights are loaded and the rest of the memory is known.
 
@@ -133,11 +161,14 @@ class EngineOptions:
             page_bytes: bytes of one block of KV.
             image_bytes: bytes of one sequence's state.
             device: where pages and states will lie.
+            dtype: of the weights.
 
         Raises:
             OptionError: sizes that contradict each other or the model.
         """
-        snapshot_slots = self.device_snapshot_slots or self.max_concurrency + 1 + _EXTRA_SNAPSHOT_SLOTS
+        snapshot_slots = 0
+        if self.prefix_reuse:
+            snapshot_slots = self.device_snapshot_slots or self.max_concurrency + 1 + _EXTRA_SNAPSHOT_SLOTS
         capacity = self.kv_capacity
         if capacity is None:
             state_bytes = (1 + self.max_concurrency + snapshot_slots) * image_bytes
@@ -152,6 +183,11 @@ class EngineOptions:
                 raise OptionError(
                     f"max_context must be at most the model's {config.max_position} positions, got {max_context}"
                 )
+        if self.kv_capacity is not None and self.kv_capacity < self.max_concurrency * BLOCK_TOKENS:
+            raise OptionError(
+                f"kv_capacity must hold a block of {BLOCK_TOKENS} tokens for each of {self.max_concurrency} sequences,"
+                f" got {self.kv_capacity}"
+            )
         context_blocks = -(-max_context // BLOCK_TOKENS)
         num_blocks = max(capacity // BLOCK_TOKENS, self.max_concurrency)
         if num_blocks < context_blocks:
@@ -161,6 +197,10 @@ class EngineOptions:
                 )
             num_blocks = context_blocks
         return EffectiveOptions(
+            device=device.type,
+            dtype=_name(dtype),
+            kv_dtype=_name(self.resolve_kv_dtype(dtype)),
+            threads=self.threads or torch.get_num_threads(),
             max_context=max_context,
             max_concurrency=self.max_concurrency,
             max_pending=self.max_pending,
@@ -192,8 +232,12 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveOptions:
-    """Every size in force. ``num_blocks`` is the KV capacity in blocks of 64 tokens."""
+    """Every choice in force. ``num_blocks`` is the KV capacity in blocks of 64 tokens."""
 
+    device: str
+    dtype: str
+    kv_dtype: str
+    threads: int
     max_context: int
     max_concurrency: int
     max_pending: int
@@ -204,6 +248,36 @@ class EffectiveOptions:
     taps: TapLimits
     pending_timeout_seconds: float
     prefix_reuse: bool
+
+    def as_options(self) -> EngineOptions:
+        """The same under the names one chooses by, nothing left to derive: an engine started with it is this one."""
+        options = EngineOptions(
+            device=self.device,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            threads=self.threads,
+            max_context=self.max_context,
+            max_concurrency=self.max_concurrency,
+            max_pending=self.max_pending,
+            prefill_chunk=self.prefill_chunk,
+            kv_capacity=self.num_blocks * BLOCK_TOKENS,
+            pending_timeout_seconds=self.pending_timeout_seconds,
+            prefix_reuse=self.prefix_reuse,
+        )
+        if not self.prefix_reuse:
+            return options
+        return replace(
+            options,
+            device_snapshot_slots=self.snapshot_slots,
+            host_cache_mib=self.host_cache_bytes // 2**20,
+            max_new_taps=self.taps.max_taps,
+            tap_ladder_tokens=self.taps.ladder_tokens,
+            tap_min_gap_tokens=self.taps.min_gap_tokens,
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next(name for name, other in _DTYPES.items() if other is dtype)
 
 
 def _automatic_kv_bytes(device: torch.device, state_bytes: int) -> int:

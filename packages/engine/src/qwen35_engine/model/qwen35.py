@@ -28,14 +28,15 @@ __all__ = ["Qwen35Model"]
 class Qwen35Model:
     """The forward pass over one set of weights and one device memory.
 
-    Stateless but for the arenas: who owns which page and slot is the caller's business.
+    Stateless but for the arenas: who owns which page and slot is the caller's business. ``frequencies`` are the rotary
+    embedding's.
     """
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, memory: DeviceMemory) -> None:
         self._config = config
         self._weights = weights
         self._memory = memory
-        self._frequencies = kernels.rotary_frequencies(rotary_dim=config.rotary_dim, theta=config.rope_theta).to(
+        self.frequencies = kernels.rotary_frequencies(rotary_dim=config.rotary_dim, theta=config.rope_theta).to(
             weights.device
         )
 
@@ -124,7 +125,7 @@ class Qwen35Model:
     ) -> Tensor:
         """Hidden states ``[T, hidden]`` after the last layer, before the final norm."""
         config, weights = self._config, self._weights
-        cos, sin = kernels.rotary_tables(positions=positions, frequencies=self._frequencies)
+        cos, sin = kernels.rotary_tables(positions=positions, frequencies=self.frequencies)
         hidden = F.embedding(tokens, weights.embedding)
         for number, (layer, (_, index)) in enumerate(zip(weights.layers, self._memory.layers, strict=True)):
             if before_layer is not None:
