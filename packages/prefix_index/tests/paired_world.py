@@ -74,6 +74,7 @@ class World:
             cost=cost,
             block_hash=HASHES[hashing],
         )
+        self.index._scheme.run_bytes = self.one_of([1, 3, 128]) * SIZE * 4
         # With forced collisions a hash names no block, so nobody can follow from outside.
         self.follower = Follower() if hashing == "xxh3" else None
         if self.follower is not None:

@@ -478,33 +478,37 @@ def test_the_epoch_moves_when_something_is_lost_or_cut_and_only_then() -> None:
     assert index.epoch > epoch, "a copy is gone"
 
 
-def test_decoded_blocks_grow_a_leaf_edge_up_to_its_limit() -> None:
-    """One block at a time: 200 blocks make four edges, and the path reads back as one."""
+def test_decoded_blocks_grow_a_leaf_edge_in_place() -> None:
+    """One block at a time: 200 blocks make one edge of two pieces, and the path reads back as one."""
     index = make(snapshots=False)
     lease = index.acquire(index.match(index.prepare(range(3))))
     for block in range(200):
         done = index.extend(lease, range(block * BLOCK, (block + 1) * BLOCK), [block])
         assert done.inserted == ((block, block + 1),)
     index.check_invariants()
-    assert index.stats().edges == 4
+    assert index.stats().edges == 1
     index.release(lease)
     match = index.match(index.prepare(range(200 * BLOCK + 1)))
     assert index.acquire(match, match.best).pages == (tuple(range(200)),)
 
 
-def test_a_leaf_grows_only_while_nobody_else_stands_on_its_end() -> None:
-    index = make(snapshots=False)
+def test_a_leaf_grows_under_whoever_stands_inside_it() -> None:
+    """Snapshots and other leases on a path cut nothing: only a branch does."""
+    index = make()
     first = index.acquire(index.match(index.prepare(range(3))))
     index.extend(first, range(8), [0, 1])
+    index.publish(first, 8, slot=0)
     match = index.match(index.prepare(range(9)))
     second = index.acquire(match, match.best)
     index.extend(first, range(8, 12), [2])
-    assert index.stats().edges == 2
-    index.release(second)
-    index.extend(first, range(12, 16), [3])
-    assert index.stats().edges == 2
-    index.release(first)
     index.check_invariants()
+    assert (index.stats().edges, second.pages) == (1, ((0, 1),))
+    index.extend(second, range(90, 94), [3])
+    index.check_invariants()
+    assert index.stats().edges == 3
+    index.release(second)
+    index.release(first)
+    assert index.evict_device(9).pages == (3, 2, 1, 0)
 
 
 def test_a_prompt_prepared_for_other_blocks_is_refused() -> None:

@@ -15,7 +15,8 @@ from prefix_index.nodes import (
     Root,
     Snapshot,
 )
-from prefix_index.tree import last_hash
+from prefix_index.prompt import TOKEN_BYTES
+from prefix_index.runs import hash_before
 from prefix_index.values import SnapshotKind
 
 
@@ -80,22 +81,26 @@ class _Facts:
         assert parent is not None
         size = edge.end - edge.start
         require(edge.start == parent.end and size > 0, "an edge must start where its parent ends", edge.start, edge.end)
-        require(len(edge.tokens) == size * scheme.block_bytes, "tokens must fill the edge", len(edge.tokens), size)
         if edge.extras is not None:
             require(len(edge.extras) == size and any(edge.extras), "extras must be one per block or None", edge.extras)
-        above = last_hash(self.core.tree, parent)
-        key = scheme.hasher(above, edge.tokens[: scheme.block_bytes], edge.extras[0] if edge.extras else 0)
-        require(key == edge.key, "an edge's key must be the hash of its first block", edge.key, key)
+        at = edge.start * scheme.block_bytes
+        hashes = scheme.chain(hash_before(parent, scheme, parent.end), b"".join(edge.runs), edge.extras)
+        require(len(hashes) == size, "tokens must fill the edge", len(hashes), size)
+        require(len(edge.runs) == len(edge.starts) == len(edge.keys), "every run needs a start and a key", edge.start)
+        for run, start, key in zip(edge.runs, edge.starts, edge.keys, strict=True):
+            require(start == at and len(run) % scheme.block_bytes == 0, "runs must follow each other", start, at)
+            expected = hashes[at // scheme.block_bytes - edge.start]
+            require(key == expected, "a run's key must be the hash of its first block", key, expected)
+            at += len(run)
         require(max(edge.dev, edge.host) == size, "every block must have a copy", edge.dev, edge.host, size)
         require(len(edge.pages) == edge.dev * pools, "pages must match the device length", len(edge.pages), edge.dev)
-        slabs = () if edge.slabs is None else edge.slabs
-        require(len(slabs) == edge.host, "slabs must match the Host length", len(slabs), edge.host)
+        require(len(edge.slabs) == edge.host, "slabs must match the Host length", len(edge.slabs), edge.host)
         full = parent.end - parent.start
         require(not edge.dev or parent.dev == full, "a device block must have its path on the device", edge.start)
         require(not edge.host or parent.host == full, "a Host block must have its path on the Host", edge.start)
         for i, page in enumerate(edge.pages):
             self.claim(self.pages[i % pools], page, "page")
-        for slab in slabs:
+        for slab in edge.slabs:
             self.claim(self.slabs, slab, "slab")
         self.edges += 1
         self.blocks += size
@@ -119,7 +124,7 @@ class _Facts:
         require(
             carrying == sorted(carrying, reverse=True), "children with retained snapshots must come first", carrying
         )
-        firsts = {(c.tokens[: self.core.tree.scheme.block_bytes], c.extras[0] if c.extras else 0) for c in children}
+        firsts = {(c.runs[0][: self.core.tree.scheme.block_bytes], c.extras[0] if c.extras else 0) for c in children}
         require(len(firsts) == len(children), "siblings must differ in their first block", edge.end)
         if len(children) > 1:
             twins = []
@@ -135,14 +140,22 @@ class _Facts:
                 edge.branch is None and all(c.twin is None for c in children), "one child needs no branch", edge.end
             )
         snaps = edge.snaps
-        tails = sum(snapshot.tail_pages is not None for snapshot in snaps)
-        retained = sum(not snapshot.superseded for snapshot in snaps)
+        tails = [snapshot.at for snapshot in snaps if snapshot.tail_pages is not None]
+        kept = {snapshot for snapshot in snaps if not snapshot.superseded}
+        require(set(edge.kept) == kept, "retained snapshots must be listed", len(edge.kept), len(kept))
+        require(list(edge.wheres) == [snapshot.where for snapshot in snaps], "copies must be listed", edge.wheres)
+        frontiers = [snapshot.frontier for snapshot in edge.kept]
+        require(frontiers == sorted(frontiers), "retained snapshots must be ordered by frontier", frontiers)
+        require((edge.tails or []) == tails and edge.tails != [], "device tails must be listed", edge.tails, tails)
+        lost = edge.lost or []
+        require(lost == sorted(set(lost)) and edge.lost != [], "lost depths must be listed once, in order", edge.lost)
+        require(all(edge.start <= at <= edge.end for at in lost), "lost snapshots must lie in their edge", lost)
         holds = edge.holds or []
         for name, value, expected in (
-            ("below", edge.below, tails + sum(child.dev > 0 for child in children)),
+            ("below", edge.below, sum(child.dev > 0 for child in children)),
             ("hbelow", edge.hbelow, sum(child.host > 0 for child in children)),
             ("live", edge.live, len(snaps) + sum(child.live > 0 for child in children)),
-            ("units", edge.units, retained + sum(child.units > 0 for child in children)),
+            ("units", edge.units, len(kept) + sum(child.units > 0 for child in children)),
             ("pins", edge.pins, len(holds) + sum(child.pins > 0 for child in children)),
         ):
             require(value == expected, f"{name} must count its units", value, expected)
@@ -154,24 +167,38 @@ class _Facts:
         pinned = edge.end if through else max((hold.depth for hold in holds), default=edge.start)
         pinned_here = min(pinned - edge.start, edge.dev)
         self.pinned_blocks += pinned_here
-        if edge.dev > pinned_here and not edge.below:
-            self.leaves.append((edge.tick + (0 if edge.host >= edge.dev else UNBACKED), id(edge)))
-        if edge.start + edge.host > max(pinned, edge.start) and not edge.hbelow and not edge.live:
-            self.dead.append((edge.tick, id(edge)))
+        end = edge.start + edge.dev
+        if edge.dev > pinned_here and not edge.below and end not in tails:
+            self.leaves.append((self.tick(edge, end) + (0 if edge.host >= edge.dev else UNBACKED), id(edge)))
+        end = edge.start + edge.host
+        alive = edge.end if any(child.live for child in children) else max((s.at for s in snaps), default=edge.start)
+        if end > max(pinned, alive, edge.start) and not edge.hbelow:
+            self.dead.append((self.tick(edge, end), id(edge)))
+        ends = [end for end, _ in edge.stamps]
+        ticks = [tick for _, tick in edge.stamps]
+        require(ends == sorted(set(ends), reverse=True), "stamps must come deepest first", edge.stamps)
+        require(ticks == sorted(ticks), "recency must not rise towards the end", edge.stamps)
+        require(all(edge.start < end <= edge.end for end in ends), "stamps must lie in their edge", edge.stamps)
+
+    def tick(self, edge: Edge, depth: int) -> int:
+        """Recency of the block before `depth`."""
+        return max((tick for end, tick in edge.stamps if end >= depth), default=0)
 
     def snapshots(self, edge: Edge) -> None:
         core = self.core
-        lengths = [len(snapshot.tail) for snapshot in edge.snaps]
-        require(lengths == sorted(lengths), "snapshots of an edge must be ordered by tail", lengths)
-        names = {(snapshot.tail, snapshot.extra) for snapshot in edge.snaps}
+        frontiers = [snapshot.frontier for snapshot in edge.snaps]
+        require(frontiers == sorted(frontiers), "snapshots of an edge must be ordered by frontier", frontiers)
+        names = {(snapshot.at, snapshot.tail, snapshot.extra) for snapshot in edge.snaps}
         require(len(names) == len(edge.snaps), "one snapshot per anchor, tail and extra", len(names))
         for snapshot in edge.snaps:
             self.kinds[snapshot.kind] += 1
             size = core.geometry.block_tokens
             tokens = len(snapshot.tail) // 4
             require(snapshot.edge is edge, "a snapshot must know its edge", snapshot.serial)
-            require(snapshot.frontier == edge.end * size + tokens, "frontier = anchor + tail", snapshot.frontier)
-            require(core.geometry.depth(snapshot.frontier) == edge.end, "the tail must fit the pools' lag", tokens)
+            inside = edge.start < snapshot.at <= edge.end or (edge.parent is None and snapshot.at == 0)
+            require(inside, "a snapshot must stand in its edge", snapshot.at)
+            require(snapshot.frontier == snapshot.at * size + tokens, "frontier = anchor + tail", snapshot.frontier)
+            require(core.geometry.depth(snapshot.frontier) == snapshot.at, "the tail must fit the pools' lag", tokens)
             where = snapshot.where
             hosted = bool(where & HOST)
             require(bool(where & HAS_TAIL) == bool(tokens), "a tail must be marked", where)
@@ -187,10 +214,8 @@ class _Facts:
                 for slab in snapshot.slabs:
                     self.claim(self.slabs, slab, "slab")
             if snapshot.tail_pages is not None:
-                if edge.parent is not None:
-                    require(
-                        edge.dev == edge.end - edge.start, "a device tail must have its path there", snapshot.serial
-                    )
+                on_device = edge.start + edge.dev >= snapshot.at
+                require(on_device, "a device tail must have its path there", snapshot.serial)
                 self.tails += 1
                 for pool, page in enumerate(snapshot.tail_pages):
                     self.claim(self.pages[pool], page, "page")
@@ -271,14 +296,18 @@ def _slot_key(snapshot: Snapshot) -> tuple[float, ...]:
 def nearest_retained(snapshot: Snapshot) -> Snapshot | None:
     """The deepest retained snapshot whose prefix is a proper prefix of this one's, by comparing tokens."""
     assert snapshot.edge is not None
-    own = snapshot.tail
-    best: Snapshot | None = None
+    path: list[Edge] = []
     at: Edge | None = snapshot.edge
     while at is not None:
-        for other in at.snaps:
-            deeper = best is None or other.frontier > best.frontier
-            if not other.superseded and other.frontier < snapshot.frontier and own.startswith(other.tail) and deeper:
-                best = other
-        own = at.tokens + own
+        path.append(at)
         at = at.parent
-    return best
+    tokens = b"".join(run for edge in reversed(path) for run in edge.runs)
+    own = tokens[: TOKEN_BYTES * snapshot.frontier - len(snapshot.tail)] + snapshot.tail
+    above = [
+        other
+        for edge in path
+        for other in edge.kept
+        if other.frontier < snapshot.frontier
+        and own.startswith(other.tail, TOKEN_BYTES * other.frontier - len(other.tail))
+    ]
+    return max(above, key=lambda other: other.frontier, default=None)

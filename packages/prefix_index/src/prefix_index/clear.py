@@ -17,14 +17,12 @@ def clear_namespace(core: Core, root: Root, given: Given) -> None:
             child = child.next
     pools = core.geometry.num_pools
     for edge in reversed(edges):
-        for snapshot in edge.snaps:
-            core.worth.drop(snapshot, given)
+        core.worth.drop_below(edge, edge.start - 1, given)
         if edge is root:
             break
         for i in range(len(edge.pages) - pools, -1, -pools):
             given.pages.append(core.device.as_pages(tuple(edge.pages[i : i + pools])))
-        if edge.slabs is not None:
-            given.slabs.extend(reversed(edge.slabs))
+        given.slabs.extend(reversed(edge.slabs))
         core.device_blocks -= edge.dev
         core.host_blocks -= edge.host
         parent = edge.parent

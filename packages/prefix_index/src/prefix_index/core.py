@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+from bisect import insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -191,7 +191,7 @@ class Core:
         hold.edge = None
         return moved
 
-    def hold_on_device(self, edge: Edge, pages: array[int]) -> None:
+    def hold_on_device(self, edge: Edge, pages: list[int]) -> None:
         """Give `pages` to the next blocks of `edge` without a device copy. The path above must be held."""
         before = pinned_device_blocks(edge)
         if not edge.dev:
@@ -202,6 +202,20 @@ class Core:
         edge.dev += num_blocks
         self.device_blocks += num_blocks
         self.pinned_blocks += pinned_device_blocks(edge) - before
+
+    def hold_tail(self, snapshot: Snapshot, pages: tuple[int, ...]) -> None:
+        """Give `pages` to the tail of a snapshot. The path to its anchor must be held on the device; the caller marks
+        the copy."""
+        edge = snapshot.edge
+        assert edge is not None
+        snapshot.tail_pages = pages
+        if edge.tails is None:
+            edge.tails = [snapshot.at]
+        else:
+            insort(edge.tails, snapshot.at)
+        self.device_tails += 1
+        if snapshot.pins:
+            self.pinned_tails += 1
 
     def offer_path(self, edge: Edge) -> None:
         """Queue whatever on the path to `edge` is the deepest copy in its tier, if it may be evicted."""
@@ -226,22 +240,27 @@ class Core:
                 self.device.offer_tail(snapshot)
             self.worth.offer(snapshot)
 
-    def stamp(self, edge: Edge, tick: int) -> None:
-        """Make the path to the end of `edge` the most recently released. O(edges)."""
-        at: Edge | None = edge
-        while at is not None:
-            at.tick = tick
-            at = at.parent
+    def stamp(self, edge: Edge, depth: int, tick: int) -> None:
+        """Make the path to block `depth`, which lies in `edge`, the most recently released. O(edges)."""
+        above = edge.parent
+        while above is not None:
+            stamps = edge.stamps
+            while stamps and stamps[-1][0] <= depth:
+                stamps.pop()
+            stamps.append((depth, tick))
+            edge = above
+            depth = edge.end
+            above = edge.parent
 
     def forget(self, edge: Edge) -> None:
         """Let no queue refer to a removed edge."""
         kill(edge.queued)
         kill(edge.dead_queued)
 
-    def split(self, edge: Edge, at: int, key: int | None = None) -> Edge:
+    def split(self, edge: Edge, at: int) -> Edge:
         """Cut an edge; returns the upper half. The lower keeps its place in the orders, the upper needs none: whoever
         cuts an edge pins it down to the cut, and offers what it then unpins."""
-        upper = self.tree.split(edge, at, key)
+        upper = self.tree.split(edge, at)
         self.epoch += 1
         return upper
 

@@ -9,8 +9,10 @@ before the unbacked, then the least recently released. So the last copy of anyth
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from prefix_index.core import Core, Given
-from prefix_index.nodes import DEVICE_TAIL, HOST, Edge, Snapshot, pinned_end
+from prefix_index.nodes import DEVICE_TAIL, HOST, Edge, Snapshot, pinned_end, stamped
 from prefix_index.order import LazyHeap
 from prefix_index.values import Pages, Tier
 
@@ -69,7 +71,7 @@ class DeviceOrder:
         del edge.pages[-count * pools :]
         if pools == 1:
             pages.reverse()
-            given.pages.extend(pages)
+            given.pages += pages
         else:
             for i in range(len(pages) - pools, -1, -pools):
                 given.pages.append(tuple(pages[i : i + pools]))
@@ -77,21 +79,15 @@ class DeviceOrder:
         core.device_blocks -= count
         core.epoch += 1
         if not edge.dev:
-            self.lost_unit(edge.parent)
-
-    def lost_unit(self, edge: Edge | None) -> None:
-        """One thing less holds the end of `edge` on the device."""
-        assert edge is not None
-        edge.below -= 1
-        if not edge.below:
-            self.offer(edge)
-
-    def _free_length(self, edge: Edge) -> int:
-        return edge.dev - (pinned_end(edge) - edge.start) if edge.pins else edge.dev
+            parent = edge.parent
+            assert parent is not None
+            parent.below -= 1
+            if not parent.below:
+                self.offer(parent)
 
     def _evict_backed(self, edge: Edge, missing: int, given: Given) -> int:
-        count = min(missing, self._free_length(edge))
         end = edge.start + edge.dev
+        count = min(missing, end - _barrier(edge, end))
         self._core.feed.removed(edge, Tier.DEVICE, end - count, end)
         self.take_pages(edge, count, given)
         self.offer(edge)
@@ -99,11 +95,11 @@ class DeviceOrder:
 
     def _evict_unbacked(self, edge: Edge, missing: int, given: Given) -> int:
         core = self._core
-        count = min(missing, self._free_length(edge), edge.dev - edge.host)
-        for snapshot in edge.snaps:  # anchored on the block that goes first
-            core.worth.drop(snapshot, given)
+        end = edge.start + edge.dev
+        count = min(missing, end - max(_barrier(edge, end), edge.start + edge.host))
         size = edge.dev - count
-        core.feed.removed(edge, Tier.DEVICE, edge.start + size, edge.end)
+        core.worth.drop_below(edge, end - count, given)
+        core.feed.removed(edge, Tier.DEVICE, end - count, end)
         self.take_pages(edge, count, given)
         core.tree.truncate(edge, size)
         if size:
@@ -115,14 +111,20 @@ class DeviceOrder:
     def release_tail(self, snapshot: Snapshot, given: Given) -> None:
         """Give up the device copy of a tail; the snapshot itself stays as it is."""
         core = self._core
+        edge = snapshot.edge
         assert snapshot.tail_pages is not None
-        assert snapshot.edge is not None
+        assert edge is not None
+        assert edge.tails is not None
         given.pages.append(self.as_pages(snapshot.tail_pages))
         snapshot.tail_pages = None
-        snapshot.where &= ~DEVICE_TAIL
+        snapshot.set_where(snapshot.where & ~DEVICE_TAIL)
         core.device_tails -= 1
         core.epoch += 1
-        self.lost_unit(snapshot.edge)
+        if len(edge.tails) == 1:
+            edge.tails = None
+        else:
+            del edge.tails[bisect_left(edge.tails, snapshot.at)]
+        self.offer(edge)
 
     def as_pages(self, pages: tuple[int, ...]) -> Pages:
         return pages[0] if self._core.geometry.num_pools == 1 else pages
@@ -135,8 +137,21 @@ class DeviceOrder:
 def _key(item: Edge | Snapshot) -> int | None:
     if isinstance(item, Edge):
         dev = item.dev
-        if dev and not item.below and (not item.pins or item.start + dev > pinned_end(item)):
-            return item.tick if item.host >= dev else item.tick + UNBACKED
-    elif item.tail_pages is not None and not item.pins:
+        if not dev or item.below:
+            return None
+        end = item.start + dev
+        if (item.tails is not None and item.tails[-1] == end) or (item.pins and pinned_end(item) >= end):
+            return None
+        tick = stamped(item, end)[0]
+        return tick if item.host >= dev else tick + UNBACKED
+    if item.tail_pages is not None and not item.pins:
         return item.tick if item.where & HOST else item.tick + UNBACKED
     return None
+
+
+def _barrier(edge: Edge, end: int) -> int:
+    """How far up the device blocks of a leaf edge may go under one key: to a pin, a tail, or a change of recency."""
+    first = stamped(edge, end)[1]
+    if edge.pins:
+        first = max(first, pinned_end(edge))
+    return first if edge.tails is None else max(first, edge.tails[-1])

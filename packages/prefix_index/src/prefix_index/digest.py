@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 
 from prefix_index.core import Core
-from prefix_index.nodes import FILLING_DEVICE, FILLING_HOST, HOST, Edge, Root, Snapshot
+from prefix_index.nodes import FILLING_DEVICE, FILLING_HOST, HOST, Edge, Root, Snapshot, stamped
 
 Row = dict[str, object]
 
@@ -66,14 +67,14 @@ class _Recorder:
             if root.first is not None or root.snaps:
                 blocks: list[Row] = []
                 self._tree(root, blocks)
-                snapshots = self._snapshots(root)
+                snapshots = self._snapshots(root.snaps)
                 namespaces.append({"namespace": namespace.hex(), "snapshots": snapshots, "blocks": blocks})
         for ticks in (self._recency, self._hits, self._superseded):
             ticks.rank()
         return {"inflation": self._core.inflation.hex(), "namespaces": namespaces}
 
     def _first_block(self, edge: Edge) -> tuple[bytes, int]:
-        return edge.tokens[: self._core.tree.scheme.block_bytes], edge.extras[0] if edge.extras else 0
+        return edge.runs[0][: self._core.tree.scheme.block_bytes], edge.extras[0] if edge.extras else 0
 
     def _tree(self, root: Root, blocks: list[Row]) -> None:
         order: list[Edge] = []
@@ -91,25 +92,29 @@ class _Recorder:
     def _blocks(self, edge: Edge, holds: int, blocks: list[Row]) -> None:
         width = self._core.tree.scheme.block_bytes
         pools = self._core.geometry.num_pools
+        tokens = b"".join(edge.runs)
+        anchored: dict[int, list[Snapshot]] = {}
+        for snapshot in edge.snaps:
+            anchored.setdefault(snapshot.at, []).append(snapshot)
         for i in range(edge.end - edge.start):
             depth = edge.start + i
             pins = holds - sum(hold.depth <= depth for hold in edge.holds or ())
             row: Row = {
                 "depth": depth,
-                "tokens": edge.tokens[i * width : (i + 1) * width].hex(),
+                "tokens": tokens[i * width : (i + 1) * width].hex(),
                 "extra": edge.extras[i] if edge.extras else 0,
-                "pages": list(edge.pages[i * pools : (i + 1) * pools]) if i < edge.dev else None,
-                "slab": edge.slabs[i] if edge.slabs is not None and i < edge.host else None,
+                "pages": edge.pages[i * pools : (i + 1) * pools] if i < edge.dev else None,
+                "slab": edge.slabs[i] if i < edge.host else None,
                 "pins": pins,
                 "recency": None,
-                "snapshots": self._snapshots(edge) if depth + 1 == edge.end else [],
+                "snapshots": self._snapshots(anchored.get(depth + 1, [])),
             }
             if not pins:
-                self._recency.put(row, edge.tick)
+                self._recency.put(row, stamped(edge, depth + 1)[0])
             blocks.append(row)
 
-    def _snapshots(self, edge: Edge) -> list[Row]:
-        return [self._snapshot(snapshot) for snapshot in sorted(edge.snaps, key=lambda s: (s.tail, s.extra))]
+    def _snapshots(self, snapshots: Iterable[Snapshot]) -> list[Row]:
+        return [self._snapshot(snapshot) for snapshot in sorted(snapshots, key=lambda s: (s.tail, s.extra))]
 
     def _snapshot(self, snapshot: Snapshot) -> Row:
         row: Row = {

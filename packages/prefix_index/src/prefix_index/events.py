@@ -7,12 +7,12 @@ have led to it, and carries the sequence number from which to go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefix_index.nodes import Edge, Root, Snapshot
-from prefix_index.tree import last_hash
+from prefix_index.runs import block_rows, hash_before
 from prefix_index.values import SnapshotKind, Tier
 
 if TYPE_CHECKING:
@@ -126,13 +126,13 @@ class Feed:
     def stored(self, edge: Edge, tier: Tier, first: int, end: int) -> None:
         """Blocks [first, end) of `edge`, absolute, have a resident copy."""
         if not self.silent:
-            for row in block_rows(self._core, edge, first, end):
+            for row in block_rows(self._core.tree.scheme, edge, first, end):
                 self._tell(lambda sequence, row=row: BlockStored(sequence, tier, *row))  # type: ignore[misc]
 
     def removed(self, edge: Edge, tier: Tier, first: int, end: int) -> None:
         """Blocks [first, end) of `edge` are about to lose their copy; told deepest first."""
         if not self.silent:
-            for block_hash, *_ in reversed(list(block_rows(self._core, edge, first, end))):
+            for block_hash, *_ in reversed(list(block_rows(self._core.tree.scheme, edge, first, end))):
                 self._tell(lambda sequence, gone=block_hash: BlockRemoved(sequence, tier, gone))  # type: ignore[misc]
 
     def published(self, snapshot: Snapshot) -> None:
@@ -147,29 +147,13 @@ class Feed:
 
     def cleared(self, root: Root) -> None:
         if self.subscriptions:
-            self._tell(lambda sequence: Cleared(sequence, root.key))
-
-
-def block_rows(core: Core, edge: Edge, first: int, end: int) -> Iterable[tuple[int, int, int, bytes, int]]:
-    """(hash, parent's hash, depth, tokens, extra) of the blocks [first, end) of `edge`, absolute."""
-    if first >= end:
-        return
-    width = core.tree.scheme.block_bytes
-    assert edge.parent is not None
-    parent = last_hash(core.tree, edge.parent)
-    size = end - edge.start
-    extras = edge.extras[:size] if edge.extras is not None else None
-    for i, block_hash in enumerate(core.tree.scheme.chain(parent, edge.tokens[: size * width], extras)):
-        if edge.start + i >= first:
-            extra = extras[i] if extras is not None else 0
-            yield block_hash, parent, edge.start + i, edge.tokens[i * width : (i + 1) * width], extra
-        parent = block_hash
+            self._tell(lambda sequence: Cleared(sequence, root.hashed))
 
 
 def snapshot_name(core: Core, snapshot: Snapshot) -> tuple[int, int, bytes, int]:
     """(anchor's hash, frontier, tail, extra)."""
     assert snapshot.edge is not None
-    return last_hash(core.tree, snapshot.edge), snapshot.frontier, snapshot.tail, snapshot.extra
+    return hash_before(snapshot.edge, core.tree.scheme, snapshot.at), snapshot.frontier, snapshot.tail, snapshot.extra
 
 
 def state_events(core: Core) -> tuple[Event, ...]:
@@ -185,7 +169,7 @@ def state_events(core: Core) -> tuple[Event, ...]:
                 edges.append(child)
                 child = child.next
         for edge in edges[1:]:
-            for row in block_rows(core, edge, edge.start, edge.end):
+            for row in block_rows(core.tree.scheme, edge, edge.start, edge.end):
                 depth = row[2]
                 for tier, size in ((Tier.DEVICE, edge.dev), (Tier.HOST, edge.host)):
                     if depth < edge.start + size and (id(edge), tier, depth) not in filling:

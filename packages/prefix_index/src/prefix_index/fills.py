@@ -8,7 +8,6 @@ and pins it. A fill can be undone only while nothing was committed or filled bel
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 from prefix_index.core import Core, Given, anchor
@@ -24,7 +23,7 @@ from prefix_index.nodes import (
     Snapshot,
     pinned_device_blocks,
 )
-from prefix_index.values import Pages, Tier, page_array
+from prefix_index.values import Pages, Tier, page_list
 
 
 class Ticket:
@@ -77,7 +76,7 @@ def held(edge: Edge, tier: Tier) -> int:
 def begin_blocks(core: Core, owner: object, lane: Hold, tier: Tier, handles: Sequence[Pages]) -> Ticket:
     """Give `handles` to the next blocks of the lane's path without a copy in `tier`, and pin the path up to them."""
     pools = core.geometry.num_pools if tier is Tier.DEVICE else 1
-    flat = page_array("begin_fill", handles, pools, len(handles))
+    flat = page_list("begin_fill", handles, pools, len(handles))
     assert lane.edge is not None
     first = min(held(lane.edge, tier), lane.depth)
     missing = lane.depth - first
@@ -106,14 +105,12 @@ def begin_blocks(core: Core, owner: object, lane: Hold, tier: Tier, handles: Seq
     return ticket
 
 
-def hold_on_host(core: Core, edge: Edge, slabs: array[int]) -> None:
+def hold_on_host(core: Core, edge: Edge, slabs: list[int]) -> None:
     """Give `slabs` to the next blocks of `edge` without a Host copy. The path above must be held."""
-    if edge.slabs is None:
+    if not edge.host:
         assert edge.parent is not None
         edge.parent.hbelow += 1
-        edge.slabs = slabs
-    else:
-        edge.slabs += slabs
+    edge.slabs += slabs
     edge.host += len(slabs)
     core.host_blocks += len(slabs)
 
@@ -122,7 +119,7 @@ def begin_snapshot(
     core: Core, owner: object, snapshot: Snapshot, tier: Tier, handles: tuple[Pages, ...], slot: int | None
 ) -> Ticket:
     """Give a snapshot the handles its copies are on their way to, and pin it and its path."""
-    flat = page_array("begin_fill", handles, 1, len(handles))
+    flat = page_list("begin_fill", handles, 1, len(handles))
     if slot is not None and slot < 0:
         raise InvalidArgument(f"begin_fill: a slot must not be negative, got {slot!r}")
     if snapshot.where & (FILLING_DEVICE | FILLING_HOST):
@@ -133,29 +130,27 @@ def begin_snapshot(
         _check_to_device(core, snapshot, flat, slot)
     edge = snapshot.edge
     assert edge is not None
-    hold = Hold(edge, edge.end)
+    hold = Hold(edge, snapshot.at)
     core.pin(hold)
     core.pin_snapshot(snapshot)
     if tier is Tier.HOST:
         snapshot.slabs = tuple(flat)
-        snapshot.where |= FILLING_HOST
+        snapshot.set_where(snapshot.where | FILLING_HOST)
     else:
-        snapshot.where |= FILLING_DEVICE
+        copies = FILLING_DEVICE
         if slot is not None:
             snapshot.slot = slot
-            snapshot.where |= DEVICE_IMAGE
+            copies |= DEVICE_IMAGE
         if flat:
-            snapshot.tail_pages = tuple(flat)
-            snapshot.where |= DEVICE_TAIL
-            edge.below += 1
-            core.device_tails += 1
-            core.pinned_tails += 1
-    ticket = Ticket(owner, tier, hold, edge.end, snapshot, slot is not None, bool(flat))
+            core.hold_tail(snapshot, tuple(flat))
+            copies |= DEVICE_TAIL
+        snapshot.set_where(snapshot.where | copies)
+    ticket = Ticket(owner, tier, hold, snapshot.at, snapshot, slot is not None, bool(flat))
     core.tickets[ticket] = None
     return ticket
 
 
-def _check_to_host(core: Core, snapshot: Snapshot, slabs: array[int], slot: int | None) -> None:
+def _check_to_host(core: Core, snapshot: Snapshot, slabs: list[int], slot: int | None) -> None:
     expected = core.geometry.image_slabs + bool(snapshot.tail)
     if snapshot.where & HOST or slot is not None:
         raise WrongState(f"begin_fill: the snapshot must have no Host copy and take no slot, got slot {slot!r}")
@@ -165,7 +160,7 @@ def _check_to_host(core: Core, snapshot: Snapshot, slabs: array[int], slot: int 
         raise InvalidArgument(f"begin_fill: image and tail take {expected} slabs, got {len(slabs)}")
 
 
-def _check_to_device(core: Core, snapshot: Snapshot, pages: array[int], slot: int | None) -> None:
+def _check_to_device(core: Core, snapshot: Snapshot, pages: list[int], slot: int | None) -> None:
     edge = snapshot.edge
     assert edge is not None
     if not snapshot.where & HOST:
@@ -178,7 +173,7 @@ def _check_to_device(core: Core, snapshot: Snapshot, pages: array[int], slot: in
         raise WrongState(f"begin_fill: only a tail the device lacks is filled, got pages {tuple(pages)!r}")
     if len(pages) != core.geometry.num_pools:
         raise InvalidArgument(f"begin_fill: a tail takes {core.geometry.num_pools} pages, got {tuple(pages)!r}")
-    if edge.dev < edge.end - edge.start:
+    if held(edge, Tier.DEVICE) < snapshot.at:
         raise WrongState("begin_fill: the path must be held on the device before its tail, got one that is not")
 
 
@@ -190,16 +185,14 @@ def land(core: Core, ticket: Ticket) -> None:
     snapshot = ticket._snapshot
     if snapshot is not None:
         if ticket._tier is Tier.HOST:
-            snapshot.where = (snapshot.where & ~FILLING_HOST) | HOST
+            snapshot.set_where(snapshot.where & ~FILLING_HOST | HOST)
         else:
-            snapshot.where &= ~FILLING_DEVICE
+            snapshot.set_where(snapshot.where & ~FILLING_DEVICE)
             if ticket._tail:
                 snapshot.tick = core.tick()
         core.unpin_snapshot(snapshot)
     elif ticket._tier is Tier.DEVICE:
-        if hold.depth < edge.end:
-            edge = core.split(edge, hold.depth)
-        core.stamp(edge, core.tick())
+        core.stamp(edge, hold.depth, core.tick())
     if snapshot is None and not core.feed.silent:
         at: Edge | None = hold.edge
         part = []
@@ -231,15 +224,16 @@ def abort(core: Core, ticket: Ticket) -> Given:
         assert snapshot.slabs is not None
         given.slabs.extend(snapshot.slabs)
         snapshot.slabs = None
-        snapshot.where &= ~FILLING_HOST
+        snapshot.set_where(snapshot.where & ~FILLING_HOST)
         core.unpin_snapshot(snapshot)
     else:
-        snapshot.where &= ~FILLING_DEVICE
+        copies = FILLING_DEVICE
         if ticket._slot:
             assert snapshot.slot is not None
             given.slots.append(snapshot.slot)
             snapshot.slot = None
-            snapshot.where &= ~DEVICE_IMAGE
+            copies |= DEVICE_IMAGE
+        snapshot.set_where(snapshot.where & ~copies)
         if ticket._tail:
             core.device.release_tail(snapshot, given)
             core.pinned_tails -= 1
@@ -261,10 +255,9 @@ def _own_part(ticket: Ticket) -> list[Edge]:
     while at is not None and at.end > ticket._first:
         size = at.dev if on_device else at.host
         below = at.below if on_device else at.hbelow
-        if at is edge:
-            clean = size == hold.depth - at.start and not below
-        else:
-            clean = below == 1
+        clean = below == (at is not edge) and size == min(hold.depth, at.end) - at.start
+        if on_device and at.tails is not None and at.tails[-1] > ticket._first:
+            clean = False
         if not clean:
             raise AbortTooLate(f"abort: nothing may be committed or filled below {ticket!r}, got deeper copies")
         part.append(at)

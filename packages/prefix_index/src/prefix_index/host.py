@@ -12,7 +12,17 @@ copy keeps that; otherwise it is gone. Pinned things are passed over.
 from __future__ import annotations
 
 from prefix_index.core import Core, Given
-from prefix_index.nodes import DEVICE_IMAGE, DEVICE_TAIL, HAS_TAIL, HOST, Edge, Snapshot, pinned_end
+from prefix_index.nodes import (
+    DEVICE_IMAGE,
+    DEVICE_TAIL,
+    HAS_TAIL,
+    HOST,
+    Edge,
+    Snapshot,
+    live_end,
+    pinned_end,
+    stamped,
+)
 from prefix_index.order import LazyHeap
 from prefix_index.values import Tier
 
@@ -80,13 +90,14 @@ class HostOrder:
         return True
 
     def _drop_dead(self, edge: Edge, missing: int, given: Given) -> None:
-        """Take Host copies from the end of a dead edge, deepest first."""
+        """Take Host copies from the dead end of an edge, deepest first, as far as recency and backing are the same."""
         core = self._core
-        count = min(missing, edge.host - (pinned_end(edge) - edge.start if edge.pins else 0))
-        on_device = edge.dev >= edge.host
-        if not on_device:
-            count = min(count, edge.host - edge.dev)
         end = edge.start + edge.host
+        on_device = edge.dev >= edge.host
+        first = max(live_end(edge), pinned_end(edge), stamped(edge, end)[1])
+        if not on_device:
+            first = max(first, edge.start + edge.dev)
+        count = min(missing, end - first)
         core.feed.removed(edge, Tier.HOST, end - count, end)
         self.take_slabs(edge, count, given)
         if on_device:
@@ -102,17 +113,14 @@ class HostOrder:
     def take_slabs(self, edge: Edge, count: int, given: Given) -> None:
         """Move the last `count` slabs of `edge` into `given`, deepest first, and lower the counts."""
         core = self._core
-        assert edge.slabs is not None
         slabs = edge.slabs[-count:]
         slabs.reverse()
-        given.slabs.extend(slabs)
+        given.slabs += slabs
+        del edge.slabs[-count:]
         edge.host -= count
         core.host_blocks -= count
         core.epoch += 1
-        if edge.host:
-            del edge.slabs[-count:]
-        else:
-            edge.slabs = None
+        if not edge.host:
             parent = edge.parent
             assert parent is not None
             parent.hbelow -= 1
@@ -125,7 +133,7 @@ class HostOrder:
         assert snapshot.slabs is not None
         given.slabs.extend(snapshot.slabs)
         snapshot.slabs = None
-        snapshot.where &= ~HOST
+        snapshot.set_where(snapshot.where & ~HOST)
         core.epoch += 1
         core.worth.offer(snapshot)
         core.device.offer_tail(snapshot)
@@ -136,9 +144,12 @@ class HostOrder:
 
 
 def _dead_key(edge: Edge) -> int | None:
-    if not edge.host or edge.live or edge.hbelow:
+    if not edge.host or edge.hbelow:
         return None
-    return edge.tick if not edge.pins or edge.start + edge.host > pinned_end(edge) else None
+    end = edge.start + edge.host
+    if (edge.live and live_end(edge) >= end) or (edge.pins and pinned_end(edge) >= end):
+        return None
+    return stamped(edge, end)[0]
 
 
 def _superseded_key(snapshot: Snapshot) -> int | None:

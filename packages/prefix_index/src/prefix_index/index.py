@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -39,7 +38,7 @@ from prefix_index.slots import SlotOrder
 from prefix_index.stats import Counters, Stats, gather
 from prefix_index.tables import HostTables, export
 from prefix_index.tree import Tree
-from prefix_index.values import Extension, Freed, Pages, Pool, SnapshotCopies, SnapshotKind, Tier, page_array
+from prefix_index.values import Extension, Freed, Pages, Pool, SnapshotCopies, SnapshotKind, Tier, page_list
 from prefix_index.worth import Worth
 
 
@@ -214,7 +213,7 @@ class PrefixIndex:
             snapshot = self._record("acquire", candidate._snapshot)
             assert snapshot.edge is not None
             edge = snapshot.edge
-            depth = edge.end
+            depth = snapshot.at
             frontier = snapshot.frontier
         else:
             depth = candidate._depth
@@ -224,7 +223,7 @@ class PrefixIndex:
         core.pin(hold)
         if snapshot is not None:
             core.pin_snapshot(snapshot)
-        hashed = prompt._hashes[depth - 1] if depth else core.tree.root(prompt._namespace).key
+        hashed = prompt._hashes[depth - 1] if depth else core.tree.root(prompt._namespace).hashed
         return Lease(self._owner, self._geometry.num_pools, prompt, hold, frontier, snapshot, hashed)
 
     def activate(self, lease: Lease) -> None:
@@ -254,7 +253,7 @@ class PrefixIndex:
                 f"extend: tokens must fill blocks of {self.block_tokens}, got {len(data) // 4} tokens"
             )
         num_blocks = len(data) // width
-        flat = page_array("extend", pages, self._geometry.num_pools, num_blocks)
+        flat = page_list("extend", pages, self._geometry.num_pools, num_blocks)
         edge = lease._hold.edge
         assert edge is not None
         depth = lease._hold.depth
@@ -289,10 +288,7 @@ class PrefixIndex:
         hold = lease._hold
         edge = hold.edge
         assert edge is not None
-        if hold.depth < edge.end and hold.depth:
-            known = hold.depth < lease._along
-            edge = core.split(edge, hold.depth, lease._prompt._hashes[hold.depth] if known else None)
-        core.stamp(edge, core.tick())
+        core.stamp(edge, hold.depth, core.tick())
         core.unpin(hold)
         core.tree.forget_if_empty(edge)
 
@@ -417,10 +413,10 @@ class PrefixIndex:
         edge = lease._hold.edge
         assert edge is not None
         pools = self._geometry.num_pools if tier is Tier.DEVICE else 1
-        joined: array[int] = array("Q")
+        joined: list[int] = []
         for part in path_of(edge):
-            held = part.pages if tier is Tier.DEVICE else part.slabs
-            if held is not None and part.end > first and part.start < end:
+            if part.end > first and part.start < end:
+                held = part.pages if tier is Tier.DEVICE else part.slabs
                 joined += held[max(0, first - part.start) * pools : (end - part.start) * pools]
         if pools == 1:
             return tuple(joined)
@@ -586,7 +582,7 @@ class PrefixIndex:
         shields = []
         for snapshot in records:
             assert snapshot.edge is not None
-            hold = Hold(snapshot.edge, snapshot.edge.end)
+            hold = Hold(snapshot.edge, snapshot.at)
             self._core.pin(hold)
             self._core.pin_snapshot(snapshot)
             shields.append((hold, snapshot))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 from prefix_index.errors import StaleHandle
 from prefix_index.match import SnapshotHandle
 from prefix_index.nodes import Edge, Hold, Snapshot
@@ -28,7 +26,6 @@ class Lease:
         "_resume_frontier",
         "_resumed",
         "_slot",
-        "_snapshot_pinned",
         "_tail_pages",
         "_tap",
     )
@@ -54,7 +51,6 @@ class Lease:
         self._resumed = resumed
         self._slot = resumed.slot if resumed is not None else None
         self._tail_pages = (resumed.tail_pages or ()) if resumed is not None else ()
-        self._snapshot_pinned = resumed is not None
         self._activated = False
         self._chain: list[Snapshot] = []  # retained snapshots of this lineage that its next publication may supersede
         self._tap: Snapshot | None = None  # the last prompt tap published under this lease
@@ -105,13 +101,13 @@ class Lease:
         if edge is None:
             raise StaleHandle("pages: the lease must be open, got a released one")
         pools = self._pools
-        joined: array[int] = array("Q")
+        joined: list[int] = []
         for part in path_of(edge):
             joined += part.pages
             if part.end >= self._resume_depth:
                 break
         del joined[self._resume_depth * pools :]
-        return tuple(tuple(joined[pool::pools].tolist()) for pool in range(pools))
+        return tuple(tuple(joined[pool::pools]) for pool in range(pools)) if pools > 1 else (tuple(joined),)
 
     def __repr__(self) -> str:
         state = f"depth={self.depth}" if self.open else "released"

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from prefix_index.core import Core
 from prefix_index.lease import Lease
-from prefix_index.nodes import Edge, Snapshot
+from prefix_index.nodes import KIND_SHIFT, Edge, Snapshot
+from prefix_index.prompt import BlockScheme
+from prefix_index.runs import goes_on_with
 from prefix_index.values import SnapshotKind
 
 
@@ -34,10 +36,10 @@ def supersede_below(core: Core, lease: Lease, frontier: int, kind: SnapshotKind)
     for snapshot in lease._chain:
         if snapshot.edge is None or snapshot.superseded:
             continue
-        if (
-            snapshot.frontier >= frontier
-            or (snapshot is lease._tap and kind is not SnapshotKind.TAP)
-            or (snapshot.kind is SnapshotKind.BOUNDARY and not (snapshot is lease._resumed and not shared(snapshot)))
+        if snapshot.frontier >= frontier or (snapshot is lease._tap and kind is not SnapshotKind.TAP):
+            kept.append(snapshot)
+        elif snapshot.where >> KIND_SHIFT == SnapshotKind.BOUNDARY and (
+            snapshot is not lease._resumed or shared(snapshot, core.tree.scheme)
         ):
             kept.append(snapshot)
         else:
@@ -63,15 +65,19 @@ def join(lease: Lease, snapshot: Snapshot, kind: SnapshotKind) -> None:
         snapshot.companion = tap
 
 
-def shared(snapshot: Snapshot) -> bool:
+def shared(snapshot: Snapshot, scheme: BlockScheme) -> bool:
     """Whether several conversations have gone on from `snapshot`: the tree below is no single chain. O(chain)."""
-    at: Edge | None = snapshot.edge
-    assert at is not None
-    if snapshot.tail:
+    edge = snapshot.edge
+    assert edge is not None
+    at: Edge | None = edge
+    if snapshot.at < edge.end:
+        if not goes_on_with(edge, scheme, snapshot.at, snapshot.tail):
+            return False
+    elif snapshot.tail:
         going_on = None
-        child = at.first
+        child = edge.first
         while child is not None:
-            if child.tokens.startswith(snapshot.tail):
+            if child.runs[0].startswith(snapshot.tail):
                 if going_on is not None:
                     return True
                 going_on = child

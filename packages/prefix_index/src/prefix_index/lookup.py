@@ -9,15 +9,16 @@ from prefix_index.errors import InvalidArgument
 from prefix_index.fills import Ticket
 from prefix_index.match import Match, Span
 from prefix_index.nodes import Edge, Root, Snapshot
-from prefix_index.prompt import TOKEN_BYTES, Prompt
-from prefix_index.tree import common_blocks, common_extras
+from prefix_index.prompt import BlockScheme, Prompt
+from prefix_index.runs import agreement
+from prefix_index.tree import common_extras
 from prefix_index.values import Reason, Tier
 
 
 def find(
     root: Root | None, prompt: Prompt, exclude: Sequence[Span], geometry: Geometry, snapshots: bool, match: Match
 ) -> None:
-    """Fill `match` with what lies below `root`. O(edges), one `startswith` each."""
+    """Fill `match` with what lies below `root`. O(edges + snapshots), one `startswith` for each piece and tail."""
     path: list[Edge] = []
     found: list[Snapshot] = []
     where: list[int] = []
@@ -33,56 +34,45 @@ def find(
     tokens = prompt._tokens
     startswith = tokens.startswith
     extras = prompt._block_extras
-    width = geometry.block_tokens * TOKEN_BYTES
-    position = 0
-    partial = 0
-    node: Edge = root
+    scheme = prompt._scheme
+    width = scheme.block_bytes
     pairs = prompt._extras.pairs
-    add_edge = path.append
-    add_found = found.append
-    add_where = where.append
-    for snapshot in root.snaps:
-        if startswith(snapshot.tail) and (_same_extra(prompt, snapshot) if pairs else not snapshot.extra):
-            add_found(snapshot)
-            add_where(snapshot.where)
+    depth = 0
+    node: Edge = root
     while True:
-        edge = node.first
-        if edge is None:
-            break
-        if edge.next is not None:
-            block = position // width
-            hashes = prompt._hashes
-            if block >= len(hashes):
-                break
-            edge = node.branch.get(hashes[block])  # type: ignore[union-attr]
-            if edge is None:
-                break
-        run = edge.tokens
-        alike = edge.extras is extras or _extras_agree(edge, extras, position // width)
-        if not alike or not startswith(run, position):
-            edge, partial = _longest_twin(edge, prompt, position // width, width)
-            if partial < edge.end - edge.start:
-                if partial:
-                    path.append(edge)
-                break
-            partial = 0
-            run = edge.tokens
-        position += len(run)
-        add_edge(edge)
-        node = edge
-        for snapshot in edge.snaps:
+        for snapshot in node.snaps:
             tail = snapshot.tail
+            if snapshot.at > depth:
+                break
             if tail:
-                if not startswith(tail, position):
+                if not startswith(tail, snapshot.at * width):
                     continue
                 if snapshot.extra if not pairs else not _same_extra(prompt, snapshot):
                     continue
-            add_found(snapshot)
-            add_where(snapshot.where)
+            found.append(snapshot)
+            where.append(snapshot.where)
+        edge = node.first
+        if edge is None or depth < node.end:
+            break
+        if edge.next is not None:
+            hashes = prompt._hashes
+            if depth >= len(hashes):
+                break
+            edge = node.branch.get(hashes[depth])  # type: ignore[union-attr]
+            if edge is None:
+                break
+        alike = edge.extras is extras or _extras_agree(edge, extras)
+        if alike and all(map(startswith, edge.runs, edge.starts)):
+            depth = edge.end
+        else:
+            edge, same = _longest_twin(edge, prompt, scheme)
+            if not same:
+                break
+            depth += same
+        path.append(edge)
+        node = edge
     limit = prompt._num_tokens - 1  # the last token is always computed
-    blocks = position // width + partial
-    if blocks * geometry.block_tokens > limit:
-        blocks = limit // geometry.block_tokens
+    blocks = min(depth, limit // geometry.block_tokens)
     while found and found[-1].frontier > limit:
         found.pop()
         where.pop()
@@ -118,7 +108,7 @@ def _settle_snapshots(match: Match, exclude: Sequence[Span]) -> None:
     if best < blocks:
         if excluded:
             match._reason = Reason.EXCLUDED
-        elif any(edge.lost and best < edge.end <= blocks for edge in reversed(match._path)):
+        elif any(best < at <= blocks for edge in match._path if edge.lost is not None for at in edge.lost):
             match._reason = Reason.IMAGE_LOST
         else:
             match._reason = Reason.NO_SNAPSHOT
@@ -159,9 +149,9 @@ def _inside(frontier: int, spans: Sequence[Span]) -> bool:
     return any(begin < frontier < end for begin, end in spans)
 
 
-def _extras_agree(edge: Edge, extras: tuple[int, ...] | None, first: int) -> bool:
-    """Whether the edge's blocks have the prompt's extras from block `first` on; None stands for all zero."""
-    own = extras[first : first + edge.end - edge.start] if extras is not None else ()
+def _extras_agree(edge: Edge, extras: tuple[int, ...] | None) -> bool:
+    """Whether the edge's blocks have the prompt's extras; None stands for all zero."""
+    own = extras[edge.start : edge.end] if extras is not None else ()
     return not any(own) if edge.extras is None else own == edge.extras
 
 
@@ -169,16 +159,17 @@ def _same_extra(prompt: Prompt, snapshot: Snapshot) -> bool:
     return prompt._extras.at(snapshot.frontier) == snapshot.extra
 
 
-def _longest_twin(edge: Edge, prompt: Prompt, block: int, width: int) -> tuple[Edge, int]:
+def _longest_twin(edge: Edge, prompt: Prompt, scheme: BlockScheme) -> tuple[Edge, int]:
     """Among children with an equal hash the one that shares most with the prompt, and how many blocks that is."""
-    left = len(prompt._hashes) - block
+    start = edge.start
+    left = len(prompt._hashes) - start
     best, longest = edge, 0
     other: Edge | None = edge
     while other is not None:
-        limit = min(other.end - other.start, left)
+        limit = min(other.end - start, left)
         if limit > longest:
-            same = common_blocks(other.tokens, 0, prompt._tokens, block * width, limit, width)
-            same = common_extras(other.extras, 0, prompt._block_extras, block, same)
+            same = agreement(other, scheme, start, prompt._tokens, start * scheme.block_bytes, limit)
+            same = common_extras(other.extras, 0, prompt._block_extras, start, same)
             if same > longest:
                 best, longest = other, same
         other = other.twin

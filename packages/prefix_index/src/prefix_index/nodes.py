@@ -1,32 +1,35 @@
 """The records the tree is made of. They hold facts and links; every rule about them lives elsewhere.
 
-An *edge* is a run of blocks without a branch::
+An *edge* is a run of blocks without a branch, however many turns wrote it::
 
     start                                   end          blocks, absolute
       |  b0   b1   b2   b3   b4   b5   b6  |
       |==== device ====>|                               first `dev` blocks have pages
       |====== host ==============>|                     first `host` blocks have slabs
       |-- pinned -->|                                   a length too: the deepest hold inside the edge
+      |-- tick 9 ---->|-- tick 4 -->|-- tick 2 ---|     recency falls towards the end
+                 S         S    S           S           snapshots, each after its own block
 
 Residency of an edge is a length because a block held in a tier has its whole path held there. `max(dev, host)` is
-always the whole edge: a block with neither copy does not exist.
+always the whole edge: a block with neither copy does not exist. Recency falls because whoever releases a block
+releases everything above it.
 
-Counters named *units* count things directly below or at an edge that carry a property, a child edge counting once
+Counters named *units* count things directly below or in an edge that carry a property, a child edge counting once
 however much it carries: they change along a path only as far as a zero becomes a one, so most updates touch one edge.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from prefix_index.order import Entry
 from prefix_index.values import SnapshotKind
 
-NO_SNAPSHOTS: tuple[Any, ...] = ()
-
-# Bits of Snapshot.where. Small integers are shared objects, so a match can keep a copy for free.
+# Bits of Snapshot.where; with the kind they fill one byte.
 DEVICE_IMAGE = 1
 DEVICE_TAIL = 2
 HOST = 4
@@ -39,39 +42,48 @@ KIND_SHIFT = 6
 class Walked:
     """What a match touches. A base class, so that these fields come first and share a cache line."""
 
-    __slots__ = ("branch", "extras", "first", "next", "snaps", "tokens")
+    __slots__ = ("branch", "end", "extras", "first", "next", "runs", "snaps", "starts", "wheres")
 
     branch: dict[int, Edge] | None
+    end: int
     extras: tuple[int, ...] | None
     first: Edge | None
     next: Edge | None
-    snaps: tuple[Snapshot, ...]
-    tokens: bytes
+    runs: list[bytes]
+    snaps: list[Snapshot]
+    starts: array[int]
+    wheres: bytearray
 
 
 class Edge(Walked):
-    """A run of blocks [start, end) below `parent`; snapshots and children hang at its end."""
+    """A run of blocks [start, end) below `parent`; children hang at its end.
+
+    Its tokens are `runs`, pieces of whole blocks; the run at place i begins at byte starts[i] of the whole path, and
+    its first block has the hash keys[i]. `snaps` are ordered by frontier, `wheres` has the `where` of each. Both grow in
+    place at their ends only; any other change puts new ones in their place, so that a match may keep what it saw.
+    """
 
     __slots__ = (
-        "below",  # device units: child edges with device blocks, device tails at this end
+        "below",  # child edges with device blocks
         "dead_queued",
         "dev",
-        "end",
-        "hbelow",  # host units: child edges with host blocks
+        "hbelow",  # child edges with host blocks
         "holds",  # holds that end inside this edge, or None
         "host",
-        "key",  # hash of the first block
+        "kept",  # the retained ones of `snaps`, in the same order
+        "keys",
         "last",
         "live",  # units of snapshots
-        "lost",  # 1 when the latest snapshot here was lost, 0 once there is one again
+        "lost",  # block depths whose latest snapshot was lost, ascending, or None
         "pages",  # interleaved by pool: page of block i in pool p is pages[i * pools + p]
         "parent",
         "pins",  # holds ending here plus pinned children
         "prev",
         "queued",
         "slabs",
+        "stamps",  # (block depth, tick): the blocks down to there, from the next entry's, were last released then
         "start",
-        "tick",  # when a lease that covered these blocks was last released
+        "tails",  # block depths of the snapshots whose tail has a device copy, ascending, or None
         "twin",  # next child of the same parent with an equal key
         "units",  # units of retained snapshots
     )
@@ -81,79 +93,80 @@ class Edge(Walked):
     prev: Edge | None
     twin: Edge | None
     holds: list[Hold] | None
-    pages: array[int]
-    slabs: array[int] | None
+    kept: list[Snapshot]
+    keys: array[int]
+    pages: list[int]
+    slabs: list[int]
+    stamps: list[tuple[int, int]]
+    lost: list[int] | None
+    tails: list[int] | None
     below: int
     dead_queued: Entry | None
     dev: int
-    end: int
     hbelow: int
     host: int
-    key: int
     live: int
-    lost: int
     pins: int
     queued: Entry | None
     start: int
-    tick: int
     units: int
 
-    def __init__(
-        self,
-        parent: Edge | None,
-        key: int,
-        start: int,
-        end: int,
-        tokens: bytes,
-        extras: tuple[int, ...] | None,
-        pages: array[int],
-        dev: int,
-    ) -> None:
+    def __init__(self, parent: Edge | None, start: int, end: int, extras: tuple[int, ...] | None) -> None:
         self.parent = parent
-        self.key = key
         self.start = start
         self.end = end
-        self.tokens = tokens
         self.extras = extras
-        self.pages = pages
-        self.dev = dev
-        self.slabs = None
-        self.snaps = NO_SNAPSHOTS
-        self.branch = self.holds = None
+        self.runs = []
+        self.starts = array("Q")
+        self.keys = array("Q")
+        self.pages = []
+        self.slabs = []
+        self.stamps = []
+        self.snaps = []
+        self.wheres = bytearray()
+        self.kept = []
+        self.branch = self.holds = self.lost = self.tails = None
         self.first = self.last = self.next = self.prev = self.twin = None
-        self.host = self.below = self.hbelow = self.live = self.units = 0
-        self.pins = self.lost = self.tick = 0
+        self.dev = self.host = self.below = self.hbelow = self.live = self.units = self.pins = 0
         self.queued = self.dead_queued = None
+
+    @property
+    def key(self) -> int:
+        """The hash of the first block."""
+        return self.keys[0]
 
 
 class Root(Edge):
     """The empty edge a namespace hangs from. It is also the nearest retained snapshot of whoever has none."""
 
-    __slots__ = ("deps", "frontier", "namespace")
+    __slots__ = ("deps", "frontier", "hashed", "namespace")
 
     deps: dict[Snapshot, None] | None
     frontier: int
+    hashed: int
     namespace: bytes
 
-    def __init__(self, namespace: bytes, key: int) -> None:
-        super().__init__(None, key, 0, 0, b"", None, array("Q"), 0)
+    def __init__(self, namespace: bytes, hashed: int) -> None:
+        super().__init__(None, 0, 0, None)
         self.namespace = namespace
+        self.hashed = hashed  # what the hashes of its first blocks are chained from
         self.frontier = 0
         self.deps = None
 
 
 class Offered:
-    """What a match reads of a snapshot; a base class for the same reason as `Walked`."""
+    """What a candidate shows of a snapshot, never changed; a base class for the same reason as `Walked`."""
 
-    __slots__ = ("extra", "tail", "where")
+    __slots__ = ("at", "extra", "frontier", "tail")
 
+    at: int
     extra: int
+    frontier: int
     tail: bytes
-    where: int
 
 
 class Snapshot(Offered):
-    """State at `frontier` = end of `edge` plus `tail`, and the copies there are of it."""
+    """State at `frontier` = the first `at` blocks of the path, which ends in `edge`, plus `tail`; and its copies."""
 
     __slots__ = (
         "anc",  # nearest retained snapshot above, or the root; None while superseded or removed
@@ -161,7 +174,6 @@ class Snapshot(Offered):
         "companion",  # the prompt tap its lineage left retained behind it
         "deps",  # retained snapshots whose `anc` this is, or None
         "edge",  # None once removed
-        "frontier",
         "hit_tick",
         "hits",
         "host_queued",
@@ -176,6 +188,7 @@ class Snapshot(Offered):
         "tail_queued",
         "tick",  # recency of the tail's device pages
         "value",
+        "where",  # which copies there are, and the kind
     )
 
     anc: Snapshot | Root | None
@@ -186,13 +199,17 @@ class Snapshot(Offered):
     slot: int | None
     successor: Snapshot | None
     tail_pages: tuple[int, ...] | None
+    where: int
     slot_queued: Entry | None
     host_queued: Entry | None
     tail_queued: Entry | None
 
-    def __init__(self, serial: int, edge: Edge, frontier: int, tail: bytes, extra: int) -> None:
+    def __init__(
+        self, serial: int, edge: Edge, at: int, frontier: int, tail: bytes, extra: int, kind: SnapshotKind
+    ) -> None:
         self.serial = serial
         self.edge = edge
+        self.at = at
         self.frontier = frontier
         self.tail = tail
         self.extra = extra
@@ -201,14 +218,23 @@ class Snapshot(Offered):
         self.slot_queued = self.host_queued = self.tail_queued = None
         self.base = self.value = 0.0
         self.hits = self.hit_tick = self.tick = self.superseded = self.pins = 0
-        self.where = HAS_TAIL if tail else 0
+        self.where = (HAS_TAIL if tail else 0) | kind << KIND_SHIFT
 
     @property
     def kind(self) -> SnapshotKind:
         return SnapshotKind(self.where >> KIND_SHIFT)
 
     def set_kind(self, kind: SnapshotKind) -> None:
-        self.where = (self.where & ((1 << KIND_SHIFT) - 1)) | (kind << KIND_SHIFT)
+        self.set_where(self.where & ((1 << KIND_SHIFT) - 1) | kind << KIND_SHIFT)
+
+    def set_where(self, where: int) -> None:
+        """Change what an attached snapshot says of its copies."""
+        edge = self.edge
+        assert edge is not None
+        self.where = where
+        wheres = bytearray(edge.wheres)
+        wheres[place_of(edge.snaps, self)] = where
+        edge.wheres = wheres
 
 
 class Hold:
@@ -231,6 +257,8 @@ def pinned_end(edge: Edge) -> int:
     holds = edge.holds
     if holds is None or len(holds) < edge.pins:
         return edge.end
+    if len(holds) == 1:
+        return holds[0].depth
     return max(hold.depth for hold in holds)
 
 
@@ -241,7 +269,27 @@ def pinned_device_blocks(edge: Edge) -> int:
     holds = edge.holds
     if holds is None or len(holds) < edge.pins:
         return edge.dev
-    return min(max(hold.depth for hold in holds) - edge.start, edge.dev)
+    depth = holds[0].depth if len(holds) == 1 else max(hold.depth for hold in holds)
+    return min(depth - edge.start, edge.dev)
+
+
+def live_end(edge: Edge) -> int:
+    """The absolute block up to which the edge's blocks lie on the path of a snapshot."""
+    if not edge.live:
+        return edge.start
+    snaps = edge.snaps
+    return edge.end if edge.live > len(snaps) else snaps[-1].at
+
+
+def stamped(edge: Edge, depth: int) -> tuple[int, int]:
+    """(tick, first block) of the stretch of equal recency that ends with the block before `depth`; tick 0 when that
+    block was never released."""
+    tick = 0
+    for end, older in edge.stamps:  # deepest first
+        if end < depth:
+            return tick, end
+        tick = older
+    return tick, edge.start
 
 
 def root_of(edge: Edge) -> Root:
@@ -250,6 +298,26 @@ def root_of(edge: Edge) -> Root:
         edge = edge.parent
     assert isinstance(edge, Root)
     return edge
+
+
+_frontier: Callable[[Any], int] = attrgetter("frontier")
+
+
+def place_for(snaps: list[Snapshot], frontier: int) -> int:
+    """Where a snapshot at `frontier` belongs in a list ordered by frontier: behind its equals."""
+    if not snaps or snaps[-1].frontier <= frontier:
+        return len(snaps)
+    return bisect_left(snaps, frontier + 1, key=_frontier)
+
+
+def place_of(snaps: list[Snapshot], snapshot: Snapshot) -> int:
+    """Where `snapshot` is in a list ordered by frontier that has it."""
+    if snaps[-1] is snapshot:
+        return len(snaps) - 1
+    place = bisect_left(snaps, snapshot.frontier, key=_frontier)
+    while snaps[place] is not snapshot:
+        place += 1
+    return place
 
 
 Hasher = Callable[[int, bytes, int], int]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from prefix_index.nodes import Hasher
 
 TOKEN_BYTES = 4
+RUN_BLOCKS = 128  # blocks a tree keeps in one piece, at most: appending or cutting copies up to one
 _INTEGER_FORMATS = frozenset("bBhHiIlLqQ")
 
 TokenInput = Any
@@ -163,11 +164,12 @@ class Prompt:
 class BlockScheme:
     """Block size and hash: what prompts and indexes must agree on."""
 
-    __slots__ = ("block_bytes", "block_tokens", "hasher", "split")
+    __slots__ = ("block_bytes", "block_tokens", "hasher", "run_bytes", "split")
 
     def __init__(self, block_tokens: int, hasher: Hasher) -> None:
         self.block_tokens = block_tokens
         self.block_bytes = block_tokens * TOKEN_BYTES
+        self.run_bytes = RUN_BLOCKS * self.block_bytes
         self.hasher = hasher
         self.split = struct.Struct(f"{self.block_bytes}s").iter_unpack
 

@@ -7,8 +7,9 @@ from prefix_index.errors import InvalidArgument, WrongState
 from prefix_index.fills import held
 from prefix_index.lease import Lease
 from prefix_index.lineage import activate, join, supersede_below
-from prefix_index.nodes import DEVICE_IMAGE, DEVICE_TAIL, Snapshot
+from prefix_index.nodes import DEVICE_IMAGE, DEVICE_TAIL, Edge, Snapshot, place_for
 from prefix_index.prompt import TOKEN_BYTES
+from prefix_index.tree import starts_with
 from prefix_index.values import SnapshotKind, Tier
 
 
@@ -19,44 +20,45 @@ def publish(
     depth = core.geometry.depth(frontier)
     _check(core, lease, frontier, depth, slot, tail, pages)
     edge, below = anchor(lease._hold, depth)
-    if tail and depth < lease._hold.depth:
-        there, at = (edge, depth - edge.start) if depth < edge.end else (below, 0)
-        assert there is not None
-        if not there.tokens.startswith(tail, at * core.tree.scheme.block_bytes):
-            raise InvalidArgument(f"publish: the tail must repeat the committed block {depth}, got other tokens")
+    if tail and depth < lease._hold.depth and not starts_with(edge, core.tree.scheme, depth, below, tail):
+        raise InvalidArgument(f"publish: the tail must repeat the committed block {depth}, got other tokens")
     if not lease._activated:
         activate(core, lease)
     extra = lease._prompt._extras.at(frontier) if tail else 0
-    if depth == edge.end:
-        for other in edge.snaps:
-            if other.tail == tail and other.extra == extra:
-                if kind is SnapshotKind.BOUNDARY:
-                    core.kinds[other.kind] -= 1
-                    core.kinds[kind] += 1
-                    other.set_kind(kind)
-                supersede_below(core, lease, frontier, kind)
-                core.worth.refresh(other, hit=False)
-                join(lease, other, kind)
-                return other, False
-    else:
-        edge = core.split(edge, depth, lease._prompt._hashes[depth] if depth < lease._along else None)
+    other = _equal(edge, frontier, tail, extra)
+    if other is not None:
+        if kind is SnapshotKind.BOUNDARY:
+            core.kinds[other.kind] -= 1
+            core.kinds[kind] += 1
+            other.set_kind(kind)
+        supersede_below(core, lease, frontier, kind)
+        core.worth.refresh(other, hit=False)
+        join(lease, other, kind)
+        return other, False
     core.serial += 1
-    snapshot = Snapshot(core.serial, edge, frontier, tail, extra)
-    snapshot.set_kind(kind)
+    snapshot = Snapshot(core.serial, edge, depth, frontier, tail, extra, kind)
     snapshot.slot = slot
-    snapshot.where |= DEVICE_IMAGE
+    snapshot.where |= DEVICE_IMAGE | (DEVICE_TAIL if tail else 0)
     if tail:
-        snapshot.tail_pages = pages
-        snapshot.where |= DEVICE_TAIL
+        core.hold_tail(snapshot, pages)
         snapshot.tick = core.tick()
-        edge.below += 1
-        core.device_tails += 1
         core.device.offer_tail(snapshot)
     core.worth.attach(snapshot)
     # After the new one hangs there: what it takes over from its predecessors is then next to it.
     supersede_below(core, lease, frontier, kind)
     join(lease, snapshot, kind)
     return snapshot, True
+
+
+def _equal(edge: Edge, frontier: int, tail: bytes, extra: int) -> Snapshot | None:
+    """The snapshot of `edge` with this frontier, tail and extra."""
+    snaps = edge.snaps
+    place = place_for(snaps, frontier)
+    while place and snaps[place - 1].frontier == frontier:
+        place -= 1
+        if snaps[place].tail == tail and snaps[place].extra == extra:
+            return snaps[place]
+    return None
 
 
 def _check(core: Core, lease: Lease, frontier: int, depth: int, slot: int, tail: bytes, pages: tuple[int, ...]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 from prefix_index.core import Core
 from prefix_index.errors import InvalidArgument, WrongState
 from prefix_index.fills import hold_on_host
@@ -23,30 +21,26 @@ def restore(core: Core, tables: HostTables) -> list[Snapshot]:
         )
     paths = paths_of(tables)
     _check_rows(core, tables, paths)
-    anchors = {row.anchor for row in tables.snapshots}
     children: dict[int | None, list[int]] = {}
     for position, block in enumerate(tables.blocks):
         children.setdefault(block.parent, []).append(position)
-    ends: dict[int | None, Edge] = {}
+    edges: dict[int, Edge] = {}  # by block row
     for position, block in enumerate(tables.blocks):
-        chained = block.parent is not None and block.parent not in anchors and len(children[block.parent]) == 1
-        if not chained:
-            above: Edge = core.tree.root(tables.namespaces[block.namespace])
-            if block.parent is not None:
-                above = ends[block.parent]
-            _add_run(core, tables, position, above, anchors, children, ends)
+        if block.parent is None or len(children[block.parent]) > 1:
+            above = core.tree.root(tables.namespaces[block.namespace]) if block.parent is None else edges[block.parent]
+            _add_run(core, tables, position, above, children, edges)
     made = []
     for row in tables.snapshots:
-        edge = ends[row.anchor] if row.anchor is not None else core.tree.root(tables.namespaces[row.namespace])
+        edge = edges[row.anchor] if row.anchor is not None else core.tree.root(tables.namespaces[row.namespace])
         core.serial += 1
-        snapshot = Snapshot(core.serial, edge, row.frontier, row.tail, row.extra)
-        snapshot.set_kind(row.kind)
+        depth = core.geometry.depth(row.frontier)
+        snapshot = Snapshot(core.serial, edge, depth, row.frontier, row.tail, row.extra, row.kind)
         snapshot.hits = row.hits
         snapshot.slabs = row.slabs
         snapshot.where |= HOST
         core.worth.attach(snapshot)
         core.worth.offer(snapshot)
-        core.stamp(edge, core.tick())
+        core.stamp(edge, depth, core.tick())
         made.append(snapshot)
     return made
 
@@ -56,22 +50,21 @@ def _add_run(
     tables: HostTables,
     first: int,
     above: Edge,
-    anchors: set[int | None],
     children: dict[int | None, list[int]],
-    ends: dict[int | None, Edge],
+    edges: dict[int, Edge],
 ) -> None:
-    """One edge from the run of rows that starts at `first` and has neither branch nor snapshot inside."""
+    """One edge from the run of rows that starts at `first` and has no branch inside."""
     run = [first]
-    while run[-1] not in anchors and len(children.get(run[-1], ())) == 1:
+    while len(children.get(run[-1], ())) == 1:
         run.append(children[run[-1]][0])
     rows = [tables.blocks[row] for row in run]
     extras = tuple(row.extra for row in rows)
     tokens = b"".join(row.tokens for row in rows)
-    key = rows[0].block_hash
-    edge = core.tree.add_child(above, key, tokens, extras if any(extras) else None, array("Q"), 0)
-    hold_on_host(core, edge, array("Q", [row.slab for row in rows]))
+    hashes = [row.block_hash for row in rows]
+    edge = core.tree.add_child(above, tokens, extras if any(extras) else None, hashes, [])
+    hold_on_host(core, edge, [row.slab for row in rows])
     core.feed.stored(edge, Tier.HOST, edge.start, edge.end)
-    ends[run[-1]] = edge
+    edges.update(dict.fromkeys(run, edge))
 
 
 def _check_rows(core: Core, tables: HostTables, paths: list[list[int]]) -> None:

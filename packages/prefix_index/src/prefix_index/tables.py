@@ -13,7 +13,7 @@ from prefix_index.core import Core
 from prefix_index.cost import CostModel
 from prefix_index.errors import InvalidArgument, WrongState
 from prefix_index.nodes import HOST, Edge, Root, Snapshot, root_of
-from prefix_index.tree import last_hash
+from prefix_index.runs import block_rows
 from prefix_index.values import SnapshotKind, Tier
 
 
@@ -154,15 +154,15 @@ def export(core: Core) -> HostTables:
     saved.sort(key=lambda snapshot: snapshot.hit_tick)
     namespaces: dict[bytes, int] = {}
     blocks: list[BlockRow] = []
-    written: dict[Edge, int | None] = {}
+    written: dict[Edge, list[int]] = {}
     rows = []
     for snapshot in saved:
         edge = snapshot.edge
         assert edge is not None
         assert snapshot.slabs is not None
         namespace = namespaces.setdefault(root_of(edge).namespace, len(namespaces))
-        _write_path(core, edge, namespace, blocks, written)
-        name = (namespace, written[edge], snapshot.frontier, snapshot.tail, snapshot.extra)
+        anchor = _write_path(core, edge, snapshot.at, namespace, blocks, written)
+        name = (namespace, anchor, snapshot.frontier, snapshot.tail, snapshot.extra)
         rows.append(SnapshotRow(*name, snapshot.kind, snapshot.hits, snapshot.slabs))
     return HostTables(core.geometry.block_tokens, tuple(namespaces), tuple(blocks), tuple(rows))
 
@@ -175,30 +175,30 @@ def _hosted(root: Root) -> list[Snapshot]:
             if child.live:
                 edges.append(child)
             child = child.next
-    whole = [edge for edge in edges if edge.host == edge.end - edge.start]
-    return [s for edge in whole for s in edge.snaps if s.where & HOST and not s.superseded]
+    return [s for edge in edges for s in edge.kept if s.where & HOST and s.at <= edge.start + edge.host]
 
 
 def _write_path(
-    core: Core, edge: Edge, namespace: int, blocks: list[BlockRow], written: dict[Edge, int | None]
-) -> None:
-    """Rows for the path to `edge` that are not there yet, parents first; `written` maps an edge to its last block's."""
-    width = core.tree.scheme.block_bytes
-    missing = []
+    core: Core, edge: Edge, depth: int, namespace: int, blocks: list[BlockRow], written: dict[Edge, list[int]]
+) -> int | None:
+    """Rows for the first `depth` blocks of the path to `edge` that have none yet, parents first; the last one's row.
+    `written` has an edge's rows so far."""
+    path = []
     at: Edge | None = edge
-    while at is not None and at not in written:
-        missing.append(at)
+    while at is not None and at.parent is not None:
+        path.append(at)
         at = at.parent
-    for part in reversed(missing):
-        if part.parent is None:
-            written[part] = None
-            continue
-        parent = written[part.parent]
-        above = last_hash(core.tree, part.parent)
-        assert part.slabs is not None
-        for i, block_hash in enumerate(core.tree.scheme.chain(above, part.tokens, part.extras)):
-            extra = part.extras[i] if part.extras is not None else 0
-            tokens = part.tokens[i * width : (i + 1) * width]
-            blocks.append(BlockRow(namespace, parent, tokens, extra, block_hash, part.slabs[i]))
+    parent: int | None = None
+    scheme = core.tree.scheme
+    for part in reversed(path):
+        rows = written.setdefault(part, [])
+        if rows:
+            parent = rows[-1]
+        first = part.start + len(rows)
+        for block_hash, _, at_depth, tokens, extra in block_rows(scheme, part, first, min(depth, part.end)):
+            blocks.append(BlockRow(namespace, parent, tokens, extra, block_hash, part.slabs[at_depth - part.start]))
             parent = len(blocks) - 1
-        written[part] = parent
+            rows.append(parent)
+        if depth < part.start + len(rows):
+            parent = rows[depth - part.start - 1]
+    return parent

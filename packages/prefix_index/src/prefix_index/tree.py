@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
 
 from prefix_index.nodes import Edge, Root
 from prefix_index.prompt import BlockScheme, namespace_hash
-
-APPEND_LIMIT = 64  # blocks an edge may reach by appending: an append copies the edge's bytes
-
-
-def common_blocks(left: bytes, left_at: int, right: bytes, right_at: int, limit: int, width: int) -> int:
-    """How many whole blocks of `width` bytes agree from the two byte positions on, at most `limit`.
-
-    Halves the run that is known to hold the difference, so it costs two compares of the run and no loop over blocks."""
-    if not limit or left[left_at : left_at + width] != right[right_at : right_at + width]:
-        return 0
-    low, high = 1, limit  # the first `low` blocks agree; no more than `high` can
-    while low < high:
-        middle = (low + high + 1) // 2
-        a, b = low * width, middle * width
-        if left[left_at + a : left_at + b] == right[right_at + a : right_at + b]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+from prefix_index.runs import add_tokens, cut_tokens, goes_on_with, move_tokens
 
 
 def common_extras(
@@ -67,23 +50,26 @@ class Tree:
             return None
         if edge.branch is not None:
             child = edge.branch.get(key)
-        width = self.scheme.block_bytes
+        block = tokens[at : at + self.scheme.block_bytes]
         while child is not None:
-            if tokens.startswith(child.tokens[:width], at) and (child.extras[0] if child.extras else 0) == extra:
+            if child.runs[0].startswith(block) and (child.extras[0] if child.extras else 0) == extra:
                 return child
             child = child.twin
         return None
 
     def add_child(
-        self, parent: Edge, key: int, tokens: bytes, extras: tuple[int, ...] | None, pages: array[int], dev: int
+        self, parent: Edge, tokens: bytes, extras: tuple[int, ...] | None, hashes: Sequence[int], pages: list[int]
     ) -> Edge:
-        """A new edge at the end of `parent`; its first `dev` blocks have `pages`. Counts device units, not pins."""
+        """A new edge at the end of `parent`, on the device if it has `pages`. Counts device units, not pins."""
         num_blocks = len(tokens) // self.scheme.block_bytes
-        edge = Edge(parent, key, parent.end, parent.end + num_blocks, tokens, extras, pages, dev)
+        edge = Edge(parent, parent.end, parent.end + num_blocks, extras)
+        add_tokens(edge, self.scheme, edge.start, tokens, hashes)
         self._link_last(parent, edge)
         if edge.prev is not None:
             self._into_branch(parent, edge)
-        if dev:
+        if pages:
+            edge.pages = pages
+            edge.dev = num_blocks
             parent.below += 1
         self.num_edges += 1
         self.num_blocks += num_blocks
@@ -134,75 +120,73 @@ class Tree:
         else:
             edge.next.prev = edge.prev
 
-    def append(self, edge: Edge, tokens: bytes, extras: tuple[int, ...] | None, pages: array[int]) -> None:
+    def append(
+        self, edge: Edge, tokens: bytes, extras: tuple[int, ...] | None, hashes: Sequence[int], pages: list[int]
+    ) -> None:
         """Grow a leaf edge in place by whole blocks that are all on the device."""
         num_blocks = len(tokens) // self.scheme.block_bytes
         if edge.extras is not None or extras is not None:
             edge.extras = (edge.extras or (0,) * (edge.end - edge.start)) + (extras or (0,) * num_blocks)
-        edge.tokens += tokens
+        add_tokens(edge, self.scheme, edge.end, tokens, hashes)
         edge.pages += pages
         edge.dev += num_blocks
         edge.end += num_blocks
         self.num_blocks += num_blocks
 
-    def split(self, edge: Edge, at: int, key: int | None) -> Edge:
-        """Cut `edge` before absolute block `at` and return the new upper half. The lower keeps its object, snapshots,
-        children and counters. `key` is the hash of block `at` where the caller knows it."""
+    def split(self, edge: Edge, at: int) -> Edge:
+        """Cut `edge` before absolute block `at` and return the new upper half, which takes what lies above the cut; the
+        lower keeps its object, its children and its place in the orders. O(what the upper half takes)."""
         size = at - edge.start
-        width = self.scheme.block_bytes
-        cut = size * width
-        pools = self.pools
         extras = edge.extras
-        upper_extras = lower_extras = None
-        if extras is not None:
-            upper_extras = extras[:size] if any(extras[:size]) else None
-            lower_extras = extras[size:] if any(extras[size:]) else None
-        if key is None:
-            between = extras[1 : size + 1] if extras is not None else None
-            key = self.scheme.chain(edge.key, edge.tokens[width : cut + width], between)[-1]
-        upper = Edge(
-            edge.parent,
-            edge.key,
-            edge.start,
-            at,
-            edge.tokens[:cut],
-            upper_extras,
-            edge.pages[: size * pools],
-            min(edge.dev, size),
-        )
+        upper = Edge(edge.parent, edge.start, at, extras[:size] if extras is not None and any(extras[:size]) else None)
         self._replace(edge, upper)
-        edge.tokens = edge.tokens[cut:]
-        edge.extras = lower_extras
-        edge.pages = edge.pages[size * pools :]
-        edge.dev = max(0, edge.dev - size)
-        if edge.slabs is not None:
-            upper.slabs = edge.slabs[:size]
-            edge.slabs = edge.slabs[size:] if edge.host > size else None
-        upper.host = min(edge.host, size)
-        edge.host = max(0, edge.host - size)
+        move_tokens(edge, upper, self.scheme, at)
+        edge.extras = extras[size:] if extras is not None and any(extras[size:]) else None
+        cut = size * self.pools
+        upper.pages, edge.pages = edge.pages[:cut], edge.pages[cut:]
+        upper.dev, edge.dev = min(edge.dev, size), max(0, edge.dev - size)
+        upper.slabs, edge.slabs = edge.slabs[:size], edge.slabs[size:]
+        upper.host, edge.host = min(edge.host, size), max(0, edge.host - size)
+        upper.stamps = [(min(end, at), tick) for i, (end, tick) in enumerate(edge.stamps) if _below(edge, i) < at]
+        edge.stamps = [(end, tick) for end, tick in edge.stamps if end > at]
+        self._divide_snapshots(edge, upper, at)
         edge.start = at
-        edge.key = key
         edge.parent = upper
         upper.first = upper.last = edge
         upper.below = 1 if edge.dev else 0
         upper.hbelow = 1 if edge.host else 0
-        upper.live = 1 if edge.live else 0
-        upper.units = 1 if edge.units else 0
-        upper.tick = edge.tick
+        self._divide_holds(edge, upper, at)
+        self.num_edges += 1
+        return upper
+
+    def _divide_snapshots(self, edge: Edge, upper: Edge, at: int) -> None:
+        above = [snapshot for snapshot in edge.snaps if snapshot.at <= at]
+        if above:
+            for snapshot in above:
+                snapshot.edge = upper
+            upper.snaps, edge.snaps = above, edge.snaps[len(above) :]
+            upper.wheres, edge.wheres = edge.wheres[: len(above)], edge.wheres[len(above) :]
+            upper.kept = [snapshot for snapshot in above if not snapshot.superseded]
+            del edge.kept[: len(upper.kept)]
+            edge.live -= len(above)
+            edge.units -= len(upper.kept)
+        upper.live = len(above) + (edge.live > 0)
+        upper.units = len(upper.kept) + (edge.units > 0)
+        upper.tails, edge.tails = _divided(edge.tails, at)
+        upper.lost, edge.lost = _divided(edge.lost, at)
+
+    def _divide_holds(self, edge: Edge, upper: Edge, at: int) -> None:
         if edge.holds is not None:
             above = [hold for hold in edge.holds if hold.depth <= at]
             if above:
-                upper.holds = above
                 for hold in above:
                     hold.edge = upper
-                below = [hold for hold in edge.holds if hold.depth > at]
-                edge.holds = below or None
-                edge.pins -= len(above)
+                upper.holds = above
                 upper.pins = len(above)
+                edge.holds = [hold for hold in edge.holds if hold.depth > at] or None
+                edge.pins -= len(above)
         if edge.pins:
             upper.pins += 1
-        self.num_edges += 1
-        return upper
 
     def _replace(self, edge: Edge, upper: Edge) -> None:
         parent = edge.parent
@@ -225,14 +209,20 @@ class Tree:
         edge.prev = edge.next = edge.twin = None
 
     def truncate(self, edge: Edge, size: int) -> None:
-        """Drop the blocks of a leaf edge behind its first `size`; a whole edge is removed and every link of it cut."""
-        dropped = edge.end - edge.start - size
-        self.num_blocks -= dropped
+        """Drop the blocks of a leaf edge behind its first `size`; a whole edge is removed and every link of it cut.
+        The caller has dropped the snapshots that stood on them."""
+        self.num_blocks -= edge.end - edge.start - size
         if size:
-            edge.tokens = edge.tokens[: size * self.scheme.block_bytes]
+            end = edge.end = edge.start + size
+            cut_tokens(edge, self.scheme, end)
             if edge.extras is not None:
                 edge.extras = edge.extras[:size] if any(edge.extras[:size]) else None
-            edge.end = edge.start + size
+            stamps = edge.stamps
+            while len(stamps) > 1 and stamps[1][0] >= end:
+                del stamps[0]
+            if stamps and stamps[0][0] > end:
+                stamps[0] = end, stamps[0][1]
+            edge.lost = _divided(edge.lost, end)[0]
             return
         parent = edge.parent
         assert parent is not None
@@ -260,16 +250,26 @@ class Tree:
             self.roots.pop(edge.namespace, None)
 
 
-def last_hash(tree: Tree, edge: Edge) -> int:
-    """The hash of the edge's last block, from the stored hash of its first."""
-    if edge.parent is None:
-        return edge.key
-    width = tree.scheme.block_bytes
-    rest = edge.tokens[width:]
-    if not rest:
-        return edge.key
-    extras = edge.extras[1:] if edge.extras is not None else None
-    return tree.scheme.chain(edge.key, rest, extras)[-1]
+def starts_with(edge: Edge, scheme: BlockScheme, depth: int, below: Edge | None, tail: bytes) -> bool:
+    """Whether the path over `edge` and its child `below` goes on with `tail` after `depth` blocks."""
+    if not tail:
+        return True
+    if depth < edge.end:
+        return goes_on_with(edge, scheme, depth, tail)
+    return below is not None and below.runs[0].startswith(tail)
+
+
+def _below(edge: Edge, i: int) -> int:
+    """Where the stretch of the i-th stamp of `edge` begins."""
+    return edge.stamps[i + 1][0] if i + 1 < len(edge.stamps) else edge.start
+
+
+def _divided(depths: list[int] | None, at: int) -> tuple[list[int] | None, list[int] | None]:
+    """The depths up to `at` and those below it; None for none."""
+    if depths is None:
+        return None, None
+    place = bisect_right(depths, at)
+    return depths[:place] or None, depths[place:] or None
 
 
 def _twin_before(first: Edge, edge: Edge) -> Edge:

@@ -81,19 +81,20 @@ class Freed:
         return bool(self.pages or self.slots or self.slabs)
 
 
-def page_array(op: str, pages: Sequence[Pages], num_pools: int, num_blocks: int) -> array[int]:
-    """`pages` as one interleaved array, checked: one id per block, or one tuple of `num_pools` ids."""
+def page_list(op: str, pages: Sequence[Pages], num_pools: int, num_blocks: int) -> list[int]:
+    """`pages` as one interleaved list, checked: one id per block, or one tuple of `num_pools` ids."""
     if len(pages) != num_blocks:
         raise InvalidArgument(f"{op}: one page entry per block is needed, {num_blocks}, got {len(pages)}")
+    flat: list[int] = []
     try:
         if num_pools == 1:
-            flat: array[int] = array("Q", cast("Sequence[int]", pages))
+            flat += cast("Sequence[int]", pages)
         else:
-            flat = array("Q")
             for entry in cast("Sequence[tuple[int, ...]]", pages):
                 if len(entry) != num_pools:
                     raise InvalidArgument(f"{op}: a block needs one page per pool, {num_pools}, got {entry!r}")
-                flat.extend(entry)
+                flat += entry
+        array("Q", flat)
     except (TypeError, OverflowError) as error:
         raise InvalidArgument(
             f"{op}: handles must be ints that are not negative, one tuple per block with several pools, got {error}"

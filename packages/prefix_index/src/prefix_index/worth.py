@@ -10,9 +10,13 @@ Which of two snapshots lies above the other is decided by tokens alone; this is 
 
 from __future__ import annotations
 
+from bisect import insort
+
 from prefix_index.core import Core, Given
-from prefix_index.nodes import DEVICE_IMAGE, DEVICE_TAIL, HOST, Edge, Root, Snapshot, root_of
+from prefix_index.nodes import DEVICE_IMAGE, DEVICE_TAIL, HOST, Edge, Root, Snapshot, place_for, place_of, root_of
 from prefix_index.order import kill
+from prefix_index.prompt import BlockScheme
+from prefix_index.tree import starts_with
 
 
 class Worth:
@@ -34,12 +38,20 @@ class Worth:
     # ------------------------------------------------------------------ life of a snapshot
 
     def attach(self, snapshot: Snapshot) -> None:
-        """Hang a new, retained snapshot at the end of its edge."""
+        """Hang a new, retained snapshot at its edge."""
         core = self._core
         edge = snapshot.edge
         assert edge is not None
-        edge.snaps = tuple(sorted((*edge.snaps, snapshot), key=_tail_length)) if edge.snaps else (snapshot,)
-        edge.lost = 0
+        snaps = edge.snaps
+        place = place_for(snaps, snapshot.frontier)
+        if place == len(snaps):
+            snaps.append(snapshot)
+            edge.wheres.append(snapshot.where)
+        else:
+            edge.snaps = [*snaps[:place], snapshot, *snaps[place:]]
+            edge.wheres = edge.wheres[:place] + bytes((snapshot.where,)) + edge.wheres[place:]
+        if edge.lost is not None and snapshot.at in edge.lost:
+            edge.lost = [at for at in edge.lost if at != snapshot.at] or None
         core.kinds[snapshot.kind] += 1
         core.feed.published(snapshot)
         snapshot.base = core.inflation
@@ -73,6 +85,27 @@ class Worth:
 
     def drop(self, snapshot: Snapshot, given: Given) -> None:
         """Remove a snapshot and give up every copy it has. O(exclusive edges + dependents)."""
+        edge = snapshot.edge
+        assert edge is not None
+        place = place_of(edge.snaps, snapshot)
+        edge.snaps = edge.snaps[:place] + edge.snaps[place + 1 :]
+        edge.wheres = edge.wheres[:place] + edge.wheres[place + 1 :]
+        self._lose(snapshot, given)
+
+    def drop_below(self, edge: Edge, depth: int, given: Given) -> None:
+        """Remove the snapshots of `edge` that stand on blocks behind `depth`, deepest block first."""
+        snaps = edge.snaps
+        place = len(snaps)
+        while place and snaps[place - 1].at > depth:
+            place -= 1
+        if place < len(snaps):
+            edge.snaps, gone = snaps[:place], snaps[place:]
+            edge.wheres = edge.wheres[:place]
+            for snapshot in sorted(gone, key=lambda snapshot: -snapshot.at):
+                self._lose(snapshot, given)
+
+    def _lose(self, snapshot: Snapshot, given: Given) -> None:
+        """What is left to do for a snapshot that its edge does not list any more."""
         core = self._core
         edge = snapshot.edge
         assert edge is not None
@@ -81,9 +114,10 @@ class Worth:
         if not snapshot.superseded:
             self._unretain(snapshot)
         self._dirty.pop(snapshot, None)
-        snaps = edge.snaps
-        edge.snaps = tuple(other for other in snaps if other is not snapshot) if len(snaps) > 1 else ()
-        edge.lost = 1
+        if edge.lost is None:
+            edge.lost = [snapshot.at]
+        elif snapshot.at not in edge.lost:
+            insort(edge.lost, snapshot.at)
         at: Edge | None = edge
         while at is not None:
             at.live -= 1
@@ -108,7 +142,7 @@ class Worth:
         snapshot.where &= ~(DEVICE_IMAGE | DEVICE_TAIL | HOST)
         core.kinds[snapshot.kind] -= 1
         core.epoch += 1
-        if core.host_blocks and not edge.live:
+        if core.host_blocks:
             core.host.offer_path(edge)
         core.tree.forget_if_empty(edge)
 
@@ -117,7 +151,7 @@ class Worth:
         assert snapshot.slot is not None
         given.slots.append(snapshot.slot)
         snapshot.slot = None
-        snapshot.where &= ~DEVICE_IMAGE
+        snapshot.set_where(snapshot.where & ~DEVICE_IMAGE)
         kill(snapshot.slot_queued)
         self._core.epoch += 1
 
@@ -138,25 +172,23 @@ class Worth:
     def _retain(self, snapshot: Snapshot) -> None:
         tree = self._core.tree
         edge = snapshot.edge
+        assert edge is not None
+        edge.kept.insert(place_for(edge.kept, snapshot.frontier), snapshot)
         at: Edge | None = edge
-        came_from: Edge | None = None
         while at is not None:
             at.units += 1
             if at.units > 1:
-                if at.units == 2:  # whoever was alone here is not any more
-                    self._mark(_sole(at, snapshot, came_from))
                 break
             if at.parent is not None:
                 tree.move_to_front(at)
-            came_from = at
             at = at.parent
-        above = _nearest_retained(snapshot)
+        self._mark(_neighbour(snapshot))  # whoever was alone where they meet is not any more
+        above = _nearest_retained(snapshot, tree.scheme)
         snapshot.anc = above
-        assert edge is not None
         if above.deps is None:
             above.deps = {}
-        elif len(edge.snaps) > 1 or (edge.first is not None and edge.first.units):
-            below = [other for other in above.deps if _is_above(snapshot, other)]
+        elif edge.kept[-1] is not snapshot or edge.units > len(edge.kept):
+            below = [other for other in above.deps if _is_above(snapshot, other, tree.scheme)]
             if below:
                 snapshot.deps = dict.fromkeys(below)
                 for other in below:
@@ -168,21 +200,12 @@ class Worth:
 
     def _unretain(self, snapshot: Snapshot) -> None:
         tree = self._core.tree
-        at: Edge | None = snapshot.edge
-        came_from: Edge | None = None
-        while at is not None:
-            at.units -= 1
-            if at.units:
-                if at.units == 1:  # whoever remains is alone here now
-                    self._mark(_sole(at, snapshot, came_from))
-                break
-            if at.parent is not None:
-                tree.move_to_back(at)
-            came_from = at
-            at = at.parent
+        edge = snapshot.edge
         above = snapshot.anc
+        assert edge is not None
         assert above is not None
         assert above.deps is not None
+        self._mark(_neighbour(snapshot))  # whoever remains is alone there now
         del above.deps[snapshot]
         if snapshot.deps:
             heir = _heir(snapshot, above)
@@ -196,6 +219,15 @@ class Worth:
             above.deps = None
         snapshot.anc = snapshot.deps = None
         self._dirty.pop(snapshot, None)
+        del edge.kept[place_of(edge.kept, snapshot)]
+        at: Edge | None = edge
+        while at is not None:
+            at.units -= 1
+            if at.units:
+                break
+            if at.parent is not None:
+                tree.move_to_back(at)
+            at = at.parent
 
     def _mark(self, snapshot: Snapshot | None) -> None:
         if snapshot is not None:
@@ -216,11 +248,7 @@ class Worth:
         geometry = self._core.geometry
         cost = self._core.cost
         assert snapshot.anc is not None
-        exclusive = 0
-        at = snapshot.edge
-        while at is not None and at.units == 1:
-            exclusive += at.end - at.start
-            at = at.parent
+        exclusive = _exclusive_blocks(snapshot)
         if snapshot.tail:
             exclusive += 1
         size = max(1, geometry.image_bytes + exclusive * geometry.block_bytes)
@@ -241,72 +269,112 @@ class Worth:
         return self._core.inflation + max(0.0, saved) / size
 
 
-def _tail_length(snapshot: Snapshot) -> int:
-    return len(snapshot.tail)
-
-
-def _nearest_retained(snapshot: Snapshot) -> Snapshot | Root:
+def _exclusive_blocks(snapshot: Snapshot) -> int:
+    """How many blocks of its path lead to no other retained snapshot. O(edges among them)."""
     edge = snapshot.edge
     assert edge is not None
-    tail = snapshot.tail
-    best: Snapshot | None = None
-    if len(edge.snaps) > 1:
-        for other in edge.snaps:
-            if not other.superseded and len(other.tail) < len(tail) and tail.startswith(other.tail):
-                best = _deeper(best, other)
-    below = edge
-    at = edge.parent
-    while best is None and at is not None:
-        for other in at.snaps:
-            if not other.superseded and below.tokens.startswith(other.tail):
-                best = _deeper(best, other)
-        below = at
-        at = at.parent
-    return best if best is not None else root_of(edge)
+    kept = edge.kept
+    if kept[-1] is not snapshot or edge.units > len(kept):
+        return 0
+    above = len(kept) - 1
+    depth = snapshot.at
+    while not above and edge.parent is not None and edge.parent.units == len(edge.parent.kept) + 1:
+        edge = edge.parent
+        kept = edge.kept
+        above = len(kept)
+    return depth - (kept[above - 1].at if above else edge.start)
+
+
+def _neighbour(snapshot: Snapshot) -> Snapshot | None:
+    """The one other retained snapshot at or below the deepest block that `snapshot` shares with any; None when several
+    share it."""
+    edge = snapshot.edge
+    assert edge is not None
+    kept = edge.kept
+    place = first = place_of(kept, snapshot)
+    while first and kept[first - 1].at == snapshot.at:
+        first -= 1
+    others = len(kept) - first - 1
+    children = edge.units - len(kept)
+    came_from: Edge | None = None
+    while not others and not children:
+        if first:
+            deepest = kept[first - 1]
+            return None if first > 1 and kept[first - 2].at == deepest.at else deepest
+        if edge.parent is None:
+            return None
+        came_from, edge = edge, edge.parent
+        kept = edge.kept
+        first = place = len(kept)
+        while first and kept[first - 1].at == edge.end:
+            first -= 1
+        others = len(kept) - first
+        children = edge.units - len(kept) - 1
+    if others + children > 1:
+        return None
+    if others:
+        return kept[first] if place != first else kept[first + 1]
+    child = edge.first
+    return _sole(child.next if child is came_from and child is not None else child)
+
+
+def _sole(edge: Edge | None) -> Snapshot | None:
+    """The one retained snapshot in or below `edge`; None when there are several. Children with units come first."""
+    while edge is not None and edge.units == 1:
+        if edge.kept:
+            return edge.kept[0]
+        edge = edge.first
+    return None
+
+
+def _nearest_retained(snapshot: Snapshot, scheme: BlockScheme) -> Snapshot | Root:
+    """The deepest retained snapshot whose prefix is a proper prefix of this one's, else the root."""
+    edge = snapshot.edge
+    assert edge is not None
+    kept = edge.kept
+    below: Edge | None = None
+    place = place_of(kept, snapshot)
+    while True:
+        while place:
+            place -= 1
+            other = kept[place]
+            if other.at < snapshot.at:
+                if starts_with(edge, scheme, other.at, below, other.tail):
+                    return other
+            elif other.frontier < snapshot.frontier and snapshot.tail.startswith(other.tail):
+                return other
+        if edge.parent is None:
+            return root_of(edge)
+        below, edge = edge, edge.parent
+        kept = edge.kept
+        place = len(kept)
 
 
 def _heir(snapshot: Snapshot, above: Snapshot | Root) -> Snapshot | Root:
     """Who is nearest above the dependents of `snapshot` without it: one that differs in its tail's extra only, or
     `above`."""
     assert snapshot.edge is not None
-    for other in snapshot.edge.snaps:
-        if other is not snapshot and not other.superseded and other.tail == snapshot.tail:
-            return other
+    kept = snapshot.edge.kept
+    place = place_for(kept, snapshot.frontier)
+    while place and kept[place - 1].frontier == snapshot.frontier:
+        place -= 1
+        if kept[place] is not snapshot and kept[place].tail == snapshot.tail:
+            return kept[place]
     return above
 
 
-def _deeper(best: Snapshot | None, other: Snapshot) -> Snapshot:
-    return other if best is None or len(other.tail) > len(best.tail) else best
-
-
-def _is_above(snapshot: Snapshot, other: Snapshot) -> bool:
+def _is_above(snapshot: Snapshot, other: Snapshot, scheme: BlockScheme) -> bool:
     """Whether `snapshot` lies on the path of `other`, strictly above it."""
     target = snapshot.edge
-    at = other.edge
+    edge = other.edge
     assert target is not None
-    assert at is not None
-    tail = snapshot.tail
-    if at is target:
-        return len(tail) < len(other.tail) and other.tail.startswith(tail)
-    while at.parent is not target:
-        if at.parent is None or at.start <= target.end:
+    assert edge is not None
+    if edge is target and other.at <= snapshot.at:
+        tail = snapshot.tail
+        return other.at == snapshot.at and len(tail) < len(other.tail) and other.tail.startswith(tail)
+    below: Edge | None = None
+    while edge is not target:
+        if edge.parent is None or edge.start < target.end:
             return False
-        at = at.parent
-    return at.tokens.startswith(tail)
-
-
-def _sole(edge: Edge, but: Snapshot, but_below: Edge | None) -> Snapshot | None:
-    """The one retained snapshot at or below `edge` besides `but` and those below its child `but_below`; None when there
-    are several. The caller knows that `edge` has exactly one such unit; children with units come first."""
-    while True:
-        for snapshot in edge.snaps:
-            if not snapshot.superseded and snapshot is not but:
-                return snapshot
-        child = edge.first
-        if child is but_below and child is not None:
-            child = child.next
-        assert child is not None
-        if child.units != 1:
-            return None
-        edge = child
-        but_below = None
+        below, edge = edge, edge.parent
+    return starts_with(target, scheme, snapshot.at, below, snapshot.tail)

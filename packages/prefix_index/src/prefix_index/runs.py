@@ -1,0 +1,153 @@
+"""The tokens of an edge: pieces of whole blocks, so that growing an edge copies no more than its last piece.
+
+    path bytes   |starts[0]                |starts[1]        |starts[2]
+    runs         |...... 128 blocks .......|... 128 blocks ..|... 17 ...|
+    keys         |hash of its first block  |hash             |hash
+
+A look-up compares piece after piece at its place in the prompt; hashes inside a piece are derived when somebody asks.
+Depths are absolute blocks of the path throughout.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+from prefix_index.nodes import Edge, Root
+from prefix_index.prompt import BlockScheme
+
+
+def add_tokens(edge: Edge, scheme: BlockScheme, depth: int, tokens: bytes, hashes: Sequence[int]) -> None:
+    """Put whole blocks with these hashes, the first at `depth`, behind what `edge` has."""
+    runs = edge.runs
+    size = len(tokens)
+    limit = scheme.run_bytes
+    if runs and len(runs[-1]) + size <= limit:
+        runs[-1] += tokens
+        return
+    start = depth * scheme.block_bytes
+    for first in range(0, size, limit):
+        runs.append(tokens[first : first + limit])
+        edge.starts.append(start + first)
+        edge.keys.append(hashes[first // scheme.block_bytes])
+
+
+def cut_tokens(edge: Edge, scheme: BlockScheme, depth: int) -> None:
+    """Drop the tokens from `depth` on, which lies above the end of `edge` and below its start."""
+    end = depth * scheme.block_bytes
+    place = bisect_right(edge.starts, end - 1)
+    del edge.runs[place:], edge.starts[place:], edge.keys[place:]
+    edge.runs[-1] = edge.runs[-1][: end - edge.starts[-1]]
+
+
+def move_tokens(edge: Edge, upper: Edge, scheme: BlockScheme, depth: int) -> None:
+    """Move the tokens before `depth`, which lies inside `edge`, to the new edge `upper`."""
+    cut = depth * scheme.block_bytes
+    key = hash_at(edge, scheme, depth)
+    place = bisect_right(edge.starts, cut - 1)
+    upper.runs, upper.starts, upper.keys = edge.runs[:place], edge.starts[:place], edge.keys[:place]
+    del edge.runs[:place], edge.starts[:place], edge.keys[:place]
+    last = upper.runs[-1]
+    size = cut - upper.starts[-1]
+    if size < len(last):
+        upper.runs[-1] = last[:size]
+        edge.runs.insert(0, last[size:])
+        edge.starts.insert(0, cut)
+        edge.keys.insert(0, key)
+
+
+def tokens_between(edge: Edge, scheme: BlockScheme, first: int, end: int) -> bytes:
+    """The tokens of the blocks [first, end) of `edge`."""
+    begin, stop = first * scheme.block_bytes, end * scheme.block_bytes
+    starts = edge.starts
+    parts = []
+    for place in range(bisect_right(starts, begin) - 1, len(starts)):
+        start = starts[place]
+        if start >= stop:
+            break
+        parts.append(edge.runs[place][max(0, begin - start) : stop - start])
+    return b"".join(parts)
+
+
+def goes_on_with(edge: Edge, scheme: BlockScheme, depth: int, tail: bytes) -> bool:
+    """Whether the block at `depth` of `edge` starts with `tail`."""
+    position = depth * scheme.block_bytes
+    place = bisect_right(edge.starts, position) - 1
+    return edge.runs[place].startswith(tail, position - edge.starts[place])
+
+
+def agreement(edge: Edge, scheme: BlockScheme, depth: int, tokens: bytes, at: int, limit: int) -> int:
+    """How many blocks of `edge` from `depth` on equal those of `tokens` from byte `at` on, at most `limit`."""
+    width = scheme.block_bytes
+    same = 0
+    while same < limit:
+        position = (depth + same) * width
+        place = bisect_right(edge.starts, position) - 1
+        run = edge.runs[place]
+        offset = position - edge.starts[place]
+        left = min(limit - same, (len(run) - offset) // width)
+        if left * width == len(run) and tokens.startswith(run, at + same * width):
+            same += left
+            continue
+        found = common_blocks(run, offset, tokens, at + same * width, left, width)
+        same += found
+        if found < left:
+            break
+    return same
+
+
+def common_blocks(left: bytes, left_at: int, right: bytes, right_at: int, limit: int, width: int) -> int:
+    """How many whole blocks of `width` bytes agree from the two byte positions on, at most `limit`.
+
+    Halves the run that is known to hold the difference, so it costs two compares of the run and no loop over blocks."""
+    if not limit or left[left_at : left_at + width] != right[right_at : right_at + width]:
+        return 0
+    size = limit * width
+    if left[left_at : left_at + size] == right[right_at : right_at + size]:
+        return limit
+    low, high = 1, limit - 1  # the first `low` blocks agree; no more than `high` can
+    while low < high:
+        middle = (low + high + 1) // 2
+        a, b = low * width, middle * width
+        if left[left_at + a : left_at + b] == right[right_at + a : right_at + b]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def hash_at(edge: Edge, scheme: BlockScheme, depth: int) -> int:
+    """The hash of the block at `depth` of `edge`, derived from the piece it lies in."""
+    position = depth * scheme.block_bytes
+    place = bisect_right(edge.starts, position) - 1
+    start = edge.starts[place]
+    if position == start:
+        return edge.keys[place]
+    between = edge.runs[place][scheme.block_bytes : position + scheme.block_bytes - start]
+    first = start // scheme.block_bytes + 1
+    extras = edge.extras[first - edge.start : depth + 1 - edge.start] if edge.extras is not None else None
+    return scheme.chain(edge.keys[place], between, extras)[-1]
+
+
+def hash_before(edge: Edge, scheme: BlockScheme, depth: int) -> int:
+    """The hash of the last of the first `depth` blocks of the path, which ends in `edge`; a root's own for none."""
+    if isinstance(edge, Root):
+        return edge.hashed
+    if depth > edge.start:
+        return hash_at(edge, scheme, depth - 1)
+    assert edge.parent is not None
+    return hash_before(edge.parent, scheme, depth)
+
+
+def block_rows(scheme: BlockScheme, edge: Edge, first: int, end: int) -> Iterator[tuple[int, int, int, bytes, int]]:
+    """(hash, parent's hash, depth, tokens, extra) of the blocks [first, end) of `edge`."""
+    if first >= end:
+        return
+    width = scheme.block_bytes
+    parent = hash_before(edge, scheme, first)
+    tokens = tokens_between(edge, scheme, first, end)
+    extras = edge.extras[first - edge.start : end - edge.start] if edge.extras is not None else None
+    for i, block_hash in enumerate(scheme.chain(parent, tokens, extras)):
+        extra = extras[i] if extras is not None else 0
+        yield block_hash, parent, first + i, tokens[i * width : (i + 1) * width], extra
+        parent = block_hash
