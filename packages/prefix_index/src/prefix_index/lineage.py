@@ -36,15 +36,19 @@ def supersede_below(core: Core, lease: Lease, frontier: int, kind: SnapshotKind)
     for snapshot in lease._chain:
         if snapshot.edge is None or snapshot.superseded:
             continue
-        if snapshot.frontier >= frontier or (snapshot is lease._tap and kind is not SnapshotKind.TAP):
-            kept.append(snapshot)
-        elif snapshot.where >> KIND_SHIFT == SnapshotKind.BOUNDARY and (
-            snapshot is not lease._resumed or shared(snapshot, core.tree.scheme)
-        ):
+        deeper = snapshot.frontier >= frontier
+        last_tap = snapshot is lease._tap and kind is not SnapshotKind.TAP
+        if deeper or last_tap or _protected(snapshot, lease, core.tree.scheme):
             kept.append(snapshot)
         else:
             core.worth.supersede(snapshot)
     lease._chain = kept
+
+
+def _protected(snapshot: Snapshot, lease: Lease, scheme: BlockScheme) -> bool:
+    if snapshot.where >> KIND_SHIFT != SnapshotKind.BOUNDARY:
+        return False
+    return snapshot is not lease._resumed or shared(snapshot, scheme)
 
 
 def join(lease: Lease, snapshot: Snapshot, kind: SnapshotKind) -> None:
