@@ -13,6 +13,7 @@ from prefix_index import (
     AbortTooLate,
     ForeignHandle,
     InvalidArgument,
+    Match,
     Pool,
     PrefixIndex,
     Reason,
@@ -520,6 +521,47 @@ def test_a_prompt_prepared_for_other_blocks_is_refused() -> None:
         make(pools=(Pool(lag=2),))
     with pytest.raises(InvalidArgument, match="at least one pool"):
         make(pools=())
+
+
+def said(match: Match) -> list[object]:
+    return [match.reason, *((c.frontier, c.kind, c.restore_bytes, c.filling) for c in match.candidates)]
+
+
+def test_a_match_goes_on_saying_what_it_saw() -> None:
+    """Snapshots published in between, promoted, given Host copies, cut off by a branch or lost; a path that grows."""
+    index = make(image_slabs=1)
+    driver = Driver(index)
+    tokens = list(range(20))
+    made = [driver.run(tokens[:size], size, kind=SnapshotKind.TAP).snapshot for size in (4, 10, 14, 16)]  # type: ignore[attr-defined]
+    prompt = index.prepare([*tokens, 0])
+    match = index.match(prompt)
+    before = said(match)
+    assert [fact[0] for fact in before[1:]] == [16, 14, 10, 4]  # type: ignore[index]
+
+    def again(**changed: object) -> None:
+        """The old match says what it said; a new one says something else."""
+        index.check_invariants()
+        assert said(match) == before, changed
+        assert said(index.match(prompt)) != before, changed
+
+    lease = index.acquire(index.match(prompt))
+    index.extend(lease, tokens, driver.pages(5))
+    index.publish(lease, 12, slot=90, kind=SnapshotKind.TAP)
+    again(published=12)
+    index.publish(lease, 16, slot=91, kind=SnapshotKind.BOUNDARY)
+    again(promoted=16)
+    index.publish(lease, 20, slot=92)
+    index.release(lease)
+    again(deeper=20)
+    index.land(index.begin_fill(made[1], Tier.HOST, driver.pages(2)))
+    index.evict_device(1)
+    again(tail_to_host=10)
+    driver.run([*range(8), 70, 71, 72, 73])
+    again(branch=8)
+    while index.claim_slot() is not None:
+        again(lost=True)
+    index.evict_device(99)
+    again(empty=True)
 
 
 def test_the_reason_is_about_what_lies_below_the_best_candidate() -> None:

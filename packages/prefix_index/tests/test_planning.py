@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from prefix_index import (
     ROOT,
-    Candidate,
     CostModel,
     Demand,
     InvalidArgument,
@@ -63,14 +64,23 @@ def test_impossible_coefficients_are_refused() -> None:
 # ---------------------------------------------------------------------- choice
 
 
-def source(frontier: int, restore_bytes: int = 0, filling: int = 0) -> Candidate:
-    return Candidate(None, frontier, frontier // 64, 0, restore_bytes, filling)
+@dataclass(frozen=True)
+class Place:
+    """What a choice looks at."""
+
+    frontier: int
+    restore_bytes: int
+    filling: int
+
+
+def source(frontier: int, restore_bytes: int = 0, filling: int = 0) -> Place:
+    return Place(frontier, restore_bytes, filling)
 
 
 SECOND_A_TOKEN = CostModel(token_seconds=1.0, bytes_per_second=1.0, batch_seconds=0.0)
 
 
-def ranked(*candidates: Candidate, num_tokens: int = 1000) -> list[int]:
+def ranked(*candidates: Place, num_tokens: int = 1000) -> list[int]:
     found = rank_candidates(candidates, num_tokens, SECOND_A_TOKEN)
     return [0 if candidate is None else candidate.frontier for candidate in found]
 

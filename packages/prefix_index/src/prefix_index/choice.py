@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol, TypeVar
 
 from prefix_index.cost import CostModel
-from prefix_index.match import Candidate
 
 
-def resume_seconds(candidate: Candidate | None, num_tokens: int, cost: CostModel) -> float:
+class Source(Protocol):
+    """What a choice looks at; a `Candidate` is one."""
+
+    @property
+    def frontier(self) -> int:
+        """Tokens that need not be computed again."""
+
+    @property
+    def restore_bytes(self) -> int:
+        """Bytes to bring from the Host before."""
+
+    @property
+    def filling(self) -> int:
+        """Copies of it that are still on their way."""
+
+
+S = TypeVar("S", bound=Source)
+
+
+def resume_seconds(candidate: Source | None, num_tokens: int, cost: CostModel) -> float:
     """Predicted seconds from admission to the first token: restore, then prefill of the rest. None is the root."""
     if candidate is None:
         return cost.prefill_seconds(0, num_tokens)
@@ -16,7 +35,7 @@ def resume_seconds(candidate: Candidate | None, num_tokens: int, cost: CostModel
     return cost.restore_seconds(candidate.restore_bytes) + cost.prefill_seconds(frontier, num_tokens - frontier)
 
 
-def rank_candidates(candidates: Iterable[Candidate], num_tokens: int, cost: CostModel) -> tuple[Candidate | None, ...]:
+def rank_candidates(candidates: Iterable[S], num_tokens: int, cost: CostModel) -> tuple[S | None, ...]:
     """The sources to try, best first; None stands for the root.
 
     First the cheapest: it must be strictly cheaper than the root; among equally cheap ones fewer bytes win, then the
@@ -24,12 +43,12 @@ def rank_candidates(candidates: Iterable[Candidate], num_tokens: int, cost: Cost
     their way are left out.
     """
     usable = sorted((c for c in candidates if not c.filling), key=lambda candidate: -candidate.frontier)
-    choice: Candidate | None = None
+    choice: S | None = None
     best = resume_seconds(None, num_tokens, cost)
     for candidate in usable:
         seconds = resume_seconds(candidate, num_tokens, cost)
         tie = choice is not None and seconds == best and candidate.restore_bytes < choice.restore_bytes
         if seconds < best or tie:
             choice, best = candidate, seconds
-    rest: list[Candidate | None] = [candidate for candidate in usable if candidate is not choice]
+    rest: list[S | None] = [candidate for candidate in usable if candidate is not choice]
     return (choice, *rest) if choice is None else (choice, *rest, None)

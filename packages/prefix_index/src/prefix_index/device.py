@@ -109,7 +109,12 @@ class DeviceOrder:
         return count
 
     def release_tail(self, snapshot: Snapshot, given: Given) -> None:
-        """Give up the device copy of a tail; the snapshot itself stays as it is."""
+        """Give up the device copy of a tail; the snapshot itself stays."""
+        self.take_tail(snapshot, given)
+        snapshot.set_where(snapshot.where & ~DEVICE_TAIL)
+
+    def take_tail(self, snapshot: Snapshot, given: Given) -> None:
+        """Move the pages of a tail into `given`; the caller marks that the copy is gone."""
         core = self._core
         edge = snapshot.edge
         assert snapshot.tail_pages is not None
@@ -117,7 +122,6 @@ class DeviceOrder:
         assert edge.tails is not None
         given.pages.append(self.as_pages(snapshot.tail_pages))
         snapshot.tail_pages = None
-        snapshot.set_where(snapshot.where & ~DEVICE_TAIL)
         core.device_tails -= 1
         core.epoch += 1
         if len(edge.tails) == 1:

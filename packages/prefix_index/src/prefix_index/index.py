@@ -153,14 +153,9 @@ class PrefixIndex:
         match._epoch = core.epoch
         match._geometry = self._geometry
         match._prompt = prompt
-        find(
-            core.tree.roots.get(prompt._namespace),
-            prompt,
-            spans("match", exclude) if exclude else (),
-            self._geometry,
-            self._snapshots,
-            match,
-        )
+        match._exclude = spans("match", exclude) if exclude else ()
+        match._snapshots = self._snapshots
+        find(core.tree.roots.get(prompt._namespace), match)
         if core.tickets:
             note_filling(match, core.tickets)
         return match
@@ -173,10 +168,10 @@ class PrefixIndex:
         depth = candidate._depth
         own = 0
         record = None
-        if candidate._snapshot is None:
+        if candidate._record is None:
             edge = path_edge(match, depth)
         else:
-            record = self._record("demand", candidate._snapshot)
+            record = self._candidate("demand", candidate)
             assert record.edge is not None
             edge = record.edge
         restore = depth - min(held(edge, Tier.DEVICE), depth)
@@ -209,8 +204,8 @@ class PrefixIndex:
         if candidate is None:
             edge: Edge = core.tree.root(prompt._namespace)
             depth = frontier = 0
-        elif candidate._snapshot is not None:
-            snapshot = self._record("acquire", candidate._snapshot)
+        elif candidate._record is not None:
+            snapshot = self._candidate("acquire", candidate)
             assert snapshot.edge is not None
             edge = snapshot.edge
             depth = snapshot.at
@@ -570,6 +565,11 @@ class PrefixIndex:
         if handle._record.edge is None:
             raise StaleHandle(f"{op}: the snapshot must still exist, got {handle!r}")
         return handle._record
+
+    def _candidate(self, op: str, candidate: Candidate) -> Snapshot:
+        handle = candidate.snapshot
+        assert handle is not None
+        return self._record(op, handle)
 
     def _flying(self, op: str, ticket: Ticket) -> None:
         if ticket._owner is not self._owner:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
-from prefix_index.core import Geometry
 from prefix_index.errors import InvalidArgument
 from prefix_index.fills import Ticket
 from prefix_index.match import Match, Span
@@ -12,45 +12,29 @@ from prefix_index.nodes import Edge, Root, Snapshot
 from prefix_index.prompt import BlockScheme, Prompt
 from prefix_index.runs import agreement
 from prefix_index.tree import common_extras
-from prefix_index.values import Reason, Tier
+from prefix_index.values import Tier
 
 
-def find(
-    root: Root | None, prompt: Prompt, exclude: Sequence[Span], geometry: Geometry, snapshots: bool, match: Match
-) -> None:
-    """Fill `match` with what lies below `root`. O(edges + snapshots), one `startswith` for each piece and tail."""
+def find(root: Root | None, match: Match) -> None:
+    """Fill `match` with what lies below `root`. O(edges), one `startswith` for each piece of their tokens."""
+    prompt = match._prompt
     path: list[Edge] = []
-    found: list[Snapshot] = []
-    where: list[int] = []
+    seen: list[tuple[list[Snapshot], bytearray, int]] = []
     match._path = path
-    match._where = where
+    match._seen = seen
     match._filling = ()
-    match._found = found if snapshots else None
-    match._reason = Reason.NONE
-    match._depths = range(0)
-    match._matched_blocks = match._device_blocks = match._host_blocks = 0
+    match._matched_blocks = match._device_blocks = match._host_blocks = match._lost = 0
     if root is None or prompt._num_tokens < 2:
         return
-    tokens = prompt._tokens
-    startswith = tokens.startswith
+    startswith = prompt._tokens.startswith
     extras = prompt._block_extras
     scheme = prompt._scheme
-    width = scheme.block_bytes
-    pairs = prompt._extras.pairs
     depth = 0
     node: Edge = root
     while True:
-        for snapshot in node.snaps:
-            tail = snapshot.tail
-            if snapshot.at > depth:
-                break
-            if tail:
-                if not startswith(tail, snapshot.at * width):
-                    continue
-                if snapshot.extra if not pairs else not _same_extra(prompt, snapshot):
-                    continue
-            found.append(snapshot)
-            where.append(snapshot.where)
+        snaps = node.snaps
+        if snaps:
+            seen.append((snaps, node.wheres, len(snaps)))
         edge = node.first
         if edge is None or depth < node.end:
             break
@@ -71,12 +55,8 @@ def find(
             depth += same
         path.append(edge)
         node = edge
-    limit = prompt._num_tokens - 1  # the last token is always computed
-    blocks = min(depth, limit // geometry.block_tokens)
-    while found and found[-1].frontier > limit:
-        found.pop()
-        where.pop()
-    match._matched_blocks = blocks
+    # The last token is always computed.
+    blocks = match._matched_blocks = min(depth, (prompt._num_tokens - 1) // scheme.block_tokens)
     for edge in reversed(path):
         if edge.dev:
             match._device_blocks = min(edge.start + edge.dev, blocks)
@@ -86,42 +66,10 @@ def find(
             if edge.host:
                 match._host_blocks = min(edge.start + edge.host, blocks)
                 break
-    if snapshots:
-        _settle_snapshots(match, exclude)
-    else:
-        _settle_boundaries(match, exclude)
-
-
-def _settle_snapshots(match: Match, exclude: Sequence[Span]) -> None:
-    """Reject what lies in an excluded span and say why the end of the path cannot be resumed."""
-    found = match._found
-    assert found is not None
-    blocks = match._matched_blocks
-    depth = match._geometry.depth
-    excluded = False
-    if exclude:
-        for i in range(len(found) - 1, -1, -1):
-            if _inside(found[i].frontier, exclude):
-                excluded = excluded or i == len(found) - 1
-                del found[i], match._where[i]
-    best = depth(found[-1].frontier) if found else 0
-    if best < blocks:
-        if excluded:
-            match._reason = Reason.EXCLUDED
-        elif any(best < at <= blocks for edge in match._path if edge.lost is not None for at in edge.lost):
-            match._reason = Reason.IMAGE_LOST
-        else:
-            match._reason = Reason.NO_SNAPSHOT
-
-
-def _settle_boundaries(match: Match, exclude: Sequence[Span]) -> None:
-    """Without snapshots every block boundary of the path can be resumed, the excluded ones apart."""
-    size = match._geometry.block_tokens
-    match._depths = range(1, match._matched_blocks + 1)
-    if exclude:
-        match._depths = [depth for depth in match._depths if not _inside(depth * size, exclude)]
-        if match._matched_blocks and (not match._depths or match._depths[-1] < match._matched_blocks):
-            match._reason = Reason.EXCLUDED
+    for edge in reversed(path):
+        if edge.lost is not None and edge.lost[0] <= blocks:
+            match._lost = edge.lost[bisect_right(edge.lost, blocks) - 1]
+            break
 
 
 def note_filling(match: Match, tickets: Iterable[Ticket]) -> None:
@@ -140,23 +88,12 @@ def note_filling(match: Match, tickets: Iterable[Ticket]) -> None:
             if ticket._first < end:
                 found.append((ticket._first, end))
     match._filling = tuple(sorted(found))
-    best = match.best
-    if match._reason is Reason.NONE and best is not None and best.filling:
-        match._reason = Reason.FILLING
-
-
-def _inside(frontier: int, spans: Sequence[Span]) -> bool:
-    return any(begin < frontier < end for begin, end in spans)
 
 
 def _extras_agree(edge: Edge, extras: tuple[int, ...] | None) -> bool:
     """Whether the edge's blocks have the prompt's extras; None stands for all zero."""
     own = extras[edge.start : edge.end] if extras is not None else ()
     return not any(own) if edge.extras is None else own == edge.extras
-
-
-def _same_extra(prompt: Prompt, snapshot: Snapshot) -> bool:
-    return prompt._extras.at(snapshot.frontier) == snapshot.extra
 
 
 def _longest_twin(edge: Edge, prompt: Prompt, scheme: BlockScheme) -> tuple[Edge, int]:

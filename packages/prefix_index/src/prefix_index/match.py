@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 from prefix_index.core import Geometry
 from prefix_index.nodes import (
     DEVICE_IMAGE,
     DEVICE_TAIL,
     FILLING_DEVICE,
+    HAS_TAIL,
     KIND_SHIFT,
     Edge,
     Snapshot,
 )
 from prefix_index.prompt import Prompt
 from prefix_index.values import Reason, SnapshotKind
-
-if TYPE_CHECKING:
-    pass
 
 Span = tuple[int, int]
 
@@ -54,33 +52,25 @@ class SnapshotHandle:
 class Candidate:
     """A place a prompt can resume from, as it was when the match was made. Frozen."""
 
-    __slots__ = ("_depth", "_filling", "_frontier", "_restore_bytes", "_snapshot", "_where")
+    __slots__ = ("_depth", "_match", "_record", "_where")
 
-    def __init__(
-        self,
-        snapshot: SnapshotHandle | None,
-        frontier: int,
-        depth: int,
-        where: int,
-        restore_bytes: int,
-        filling: int,
-    ) -> None:
-        self._snapshot = snapshot
-        self._frontier = frontier
+    def __init__(self, match: Match, record: Snapshot | None, depth: int, where: int) -> None:
+        self._match = match
+        self._record = record
         self._depth = depth
         self._where = where
-        self._restore_bytes = restore_bytes
-        self._filling = filling
 
     @property
     def snapshot(self) -> SnapshotHandle | None:
         """The snapshot; None for a block boundary of an index without snapshots."""
-        return self._snapshot
+        return None if self._record is None else SnapshotHandle(self._match._owner, self._record)
 
     @property
     def frontier(self) -> int:
         """Tokens that need not be computed again."""
-        return self._frontier
+        if self._record is None:
+            return self._depth * self._match._geometry.block_tokens
+        return self._record.frontier
 
     @property
     def depth(self) -> int:
@@ -89,87 +79,98 @@ class Candidate:
 
     @property
     def kind(self) -> SnapshotKind | None:
-        return None if self._snapshot is None else SnapshotKind(self._where >> KIND_SHIFT)
+        return None if self._record is None else SnapshotKind(self._where >> KIND_SHIFT)
 
     @property
     def restore_bytes(self) -> int:
         """Bytes to bring from the Host before this can be resumed; 0 when all of it is on the device."""
-        return self._restore_bytes
+        match = self._match
+        geometry = match._geometry
+        missing = self._depth - match._device_blocks
+        size = missing * geometry.block_bytes if missing > 0 else 0
+        if self._record is not None:
+            where = self._where
+            if not where & DEVICE_IMAGE:
+                size += geometry.image_bytes
+            if where & HAS_TAIL and not where & DEVICE_TAIL:
+                size += geometry.block_bytes
+        return size
 
     @property
     def filling(self) -> int:
         """Blocks and tails of it whose device copy is still on its way."""
-        return self._filling
+        count = 1 if self._where & FILLING_DEVICE else 0
+        for first, end in self._match._filling:
+            if first < self._depth:
+                count += min(end, self._depth) - first
+        return count
+
+    def _facts(self) -> tuple[object, ...]:
+        return self.snapshot, self.frontier, self._depth, self._where, self.restore_bytes, self.filling
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Candidate) and all(getattr(self, n) == getattr(other, n) for n in self.__slots__)
+        return isinstance(other, Candidate) and self._facts() == other._facts()
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Candidate(frontier={self._frontier}, kind={self.kind!r}, restore_bytes={self._restore_bytes})"
+        return f"Candidate(frontier={self.frontier}, kind={self.kind!r}, restore_bytes={self.restore_bytes})"
 
 
 class Candidates(Sequence[Candidate]):
-    """The usable candidates, deepest first. Which they are is settled; their records are written when read."""
+    """The usable candidates, deepest first."""
 
-    __slots__ = ("_match",)
+    __slots__ = ("_found",)
 
-    def __init__(self, match: Match) -> None:
-        self._match = match
+    def __init__(self, found: list[Candidate]) -> None:
+        self._found = found
 
     def __len__(self) -> int:
-        found = self._match._found
-        return len(self._match._depths) if found is None else len(found)
+        return len(self._found)
 
     @overload
     def __getitem__(self, index: int) -> Candidate: ...
     @overload
     def __getitem__(self, index: slice) -> list[Candidate]: ...
     def __getitem__(self, index: int | slice) -> Candidate | list[Candidate]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        size = len(self)
-        if not -size <= index < size:
-            raise IndexError(f"candidate {index} of {size}")
-        return self._match._candidate(size - 1 - index if index >= 0 else -index - 1)
+        return self._found[index]
 
     def __iter__(self) -> Iterator[Candidate]:
-        return (self._match._candidate(i) for i in range(len(self) - 1, -1, -1))
+        return iter(self._found)
 
 
 class Match:
     """What the index knew about a prompt when it was asked. Frozen; refers to nothing that may change."""
 
     __slots__ = (
-        "_depths",
         "_device_blocks",
         "_epoch",
+        "_exclude",
         "_filling",
-        "_found",
         "_geometry",
         "_host_blocks",
+        "_lost",
         "_matched_blocks",
         "_owner",
         "_path",
         "_prompt",
-        "_reason",
-        "_where",
+        "_seen",
+        "_snapshots",
     )
 
-    _depths: Sequence[int]
     _device_blocks: int
     _epoch: int
+    _exclude: Sequence[Span]
     _filling: tuple[Span, ...]
-    _found: list[Snapshot] | None
     _geometry: Geometry
     _host_blocks: int
+    _lost: int  # the deepest matched block that lost its snapshot, 0 for none
     _matched_blocks: int
     _owner: object
     _path: list[Edge]
     _prompt: Prompt
-    _reason: Reason
-    _where: list[int]
+    _seen: list[tuple[list[Snapshot], bytearray, int]]  # of every edge the snapshots, their `where`, how many
+    _snapshots: bool
 
     @property
     def prompt(self) -> Prompt:
@@ -207,43 +208,58 @@ class Match:
     @property
     def reason(self) -> Reason:
         """Why the deepest cached prefix cannot be resumed at its end."""
-        return self._reason
+        best = self.best
+        if (best._depth if best is not None else 0) < self._matched_blocks:
+            deepest = next(self._usable(()), None) if self._exclude else best
+            if deepest is not None and _inside(deepest.frontier, self._exclude):
+                return Reason.EXCLUDED
+            lost = self._lost > (best._depth if best is not None else 0)
+            return Reason.IMAGE_LOST if lost else Reason.NO_SNAPSHOT
+        return Reason.FILLING if best is not None and best.filling else Reason.NONE
 
     @property
     def candidates(self) -> Candidates:
-        return Candidates(self)
+        """Worked out at every call, not kept: a match that knew its candidates would be a cycle."""
+        return Candidates(list(self._usable(self._exclude)))
 
     @property
     def best(self) -> Candidate | None:
         """The deepest candidate, or None when only the root is left."""
-        candidates = Candidates(self)
-        return candidates[0] if candidates else None
+        return next(self._usable(self._exclude), None)
 
-    def _candidate(self, position: int) -> Candidate:
-        """Candidate by position, shallowest first."""
-        geometry = self._geometry
-        found = self._found
-        if found is None:
-            depth = self._depths[position]
-            missing = max(0, depth - self._device_blocks) * geometry.block_bytes
-            return Candidate(None, depth * geometry.block_tokens, depth, 0, missing, self._filling_below(depth))
-        snapshot = found[position]
-        where = self._where[position]
-        depth = geometry.depth(snapshot.frontier)
-        missing = max(0, depth - self._device_blocks) * geometry.block_bytes
-        filling = self._filling_below(depth)
-        if not where & DEVICE_IMAGE:
-            missing += geometry.image_bytes
-        if snapshot.tail and not where & DEVICE_TAIL:
-            missing += geometry.block_bytes
-        if where & FILLING_DEVICE:
-            filling += 1
-        return Candidate(SnapshotHandle(self._owner, snapshot), snapshot.frontier, depth, where, missing, filling)
-
-    def _filling_below(self, depth: int) -> int:
-        if not self._filling:
-            return 0
-        return sum(min(end, depth) - first for first, end in self._filling if first < depth)
+    def _usable(self, exclude: Sequence[Span]) -> Iterator[Candidate]:
+        """The candidates, deepest first, each made when it is its turn."""
+        blocks = self._matched_blocks
+        if not self._snapshots:  # every block boundary
+            size = self._geometry.block_tokens
+            for depth in range(blocks, 0, -1):
+                if not _inside(depth * size, exclude):
+                    yield Candidate(self, None, depth, 0)
+            return
+        prompt = self._prompt
+        startswith = prompt._tokens.startswith
+        width = prompt._scheme.block_bytes
+        extra_at = prompt._extras.at if prompt._extras.pairs else _no_extra
+        limit = prompt._num_tokens - 1  # the last token is always computed
+        for snaps, wheres, count in reversed(self._seen):
+            for place in range(count - 1, -1, -1):
+                snapshot = snaps[place]
+                depth = snapshot.at
+                if depth > blocks or snapshot.frontier > limit:
+                    continue
+                tail = snapshot.tail
+                if tail and not (startswith(tail, depth * width) and extra_at(snapshot.frontier) == snapshot.extra):
+                    continue
+                if not exclude or not _inside(snapshot.frontier, exclude):
+                    yield Candidate(self, snapshot, depth, wheres[place])
 
     def __repr__(self) -> str:
         return f"Match({self.matched_tokens} of {self._prompt.num_tokens} tokens, {len(self.candidates)} candidates)"
+
+
+def _inside(frontier: int, spans: Sequence[Span]) -> bool:
+    return any(begin < frontier < end for begin, end in spans)
+
+
+def _no_extra(frontier: int) -> int:
+    return 0

@@ -59,8 +59,8 @@ class Edge(Walked):
     """A run of blocks [start, end) below `parent`; children hang at its end.
 
     Its tokens are `runs`, pieces of whole blocks; the run at place i begins at byte starts[i] of the whole path, and
-    its first block has the hash keys[i]. `snaps` are ordered by frontier, `wheres` has the `where` of each. Both grow in
-    place at their ends only; any other change puts new ones in their place, so that a match may keep what it saw.
+    its first block has the hash keys[i]. `snaps` are ordered by frontier, `wheres` has the `where` of each. Both grow
+    in place at their ends only; any other change puts new ones in their place, so that a match may keep what it saw.
     """
 
     __slots__ = (

@@ -129,7 +129,7 @@ class Worth:
         if snapshot.slabs is not None:
             given.slabs.extend(snapshot.slabs)
         if snapshot.tail_pages is not None:
-            core.device.release_tail(snapshot, given)
+            core.device.take_tail(snapshot, given)
         kill(snapshot.slot_queued)
         kill(snapshot.host_queued)
         kill(snapshot.tail_queued)
