@@ -106,7 +106,7 @@ class DeltaBench:
         from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
         from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-        self.shape, self.tokens = shape, tokens
+        self.shape, self.tokens, self.sizes = shape, tokens, shape.sizes
         config = Qwen3_5TextConfig(
             hidden_size=shape.hidden,
             num_hidden_layers=4,
@@ -123,7 +123,12 @@ class DeltaBench:
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         self.projections = {name: getattr(self.layer, name) for name in names}
         self.projected = {name: module(self.x) for name, module in self.projections.items()}
+        self.ready = [x[0] for x in self.projected.values()]
         self.out_proj = self.layer.out_proj
+        # What an engine holds ready: plain tensors, not attributes found anew at each step.
+        self.conv_weight = self.layer.conv1d.weight[:, 0].detach()
+        self.a_log, self.dt_bias = self.layer.A_log.detach(), self.layer.dt_bias.detach()
+        self.norm_weight = self.layer.norm.weight.detach()
         channels = sum(shape.sizes)
         self.history = torch.zeros(2, channels, config.linear_conv_kernel_dim - 1)
         self.state = torch.zeros(2, shape.value_heads, shape.dim, shape.dim)
@@ -144,11 +149,11 @@ class DeltaBench:
     def ours(self, *, projected: bool, decode: bool) -> Tensor:
         x = self.x[0]
         if projected:
-            qkv, z, b, a = (self.projected[name][0] for name in self.projected)
+            qkv, z, b, a = self.ready
         else:
             qkv, z, b, a = (module(x) for module in self.projections.values())
-        weight = self.layer.conv1d.weight[:, 0]
-        g, beta = delta_gates(a=a, b=b, a_log=self.layer.A_log, dt_bias=self.layer.dt_bias)
+        weight = self.conv_weight
+        g, beta = delta_gates(a=a, b=b, a_log=self.a_log, dt_bias=self.dt_bias)
         call: dict[str, Any] = {"slots": [1], "cu_seqlens": [0, self.tokens], "bases": [0], "has_state": [False]}
         if decode:
             y = causal_conv1d_step(x=qkv, weight=weight, history=self.history, slots=self.slots)
@@ -157,7 +162,7 @@ class DeltaBench:
         heads = (self.shape.key_heads, self.shape.key_heads, self.shape.value_heads)
         q, k, v = (
             part.view(self.tokens, n, self.shape.dim)
-            for part, n in zip(torch.split(y, self.shape.sizes, dim=1), heads, strict=True)
+            for part, n in zip(y.split_with_sizes(self.sizes, dim=1), heads, strict=True)
         )
         if decode:
             o = gated_delta_rule_step(q=q, k=k, v=v, g=g, beta=beta, state=self.state, slots=self.slots)
@@ -165,7 +170,7 @@ class DeltaBench:
             o = gated_delta_rule_prefill(
                 q=q, k=k, v=v, g=g, beta=beta, state=self.state, workspace=self.workspace, **call
             )
-        o = gated_rms_norm(x=o, gate=z.view(o.shape), weight=self.layer.norm.weight, eps=self.eps)
+        o = gated_rms_norm(x=o, gate=z.view(o.shape), weight=self.norm_weight, eps=self.eps)
         out = o.view(self.tokens, -1)
         return out if projected else self.out_proj(out)
 

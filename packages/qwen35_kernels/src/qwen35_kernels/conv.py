@@ -2,10 +2,12 @@
 
 y[t, c] = silu(sum over w of weight[c, w] * x[t - (W - 1) + w, c]), where tokens before the call come from the
 sequence's history. Sums run from the oldest tap to the newest in fp32, so that a token's bits depend on its
-own W inputs only: not on the batch, the chunking, or the number of threads. (The step form rounds each
-product before it is added, the prefill form need not: the two agree to rounding.)
+own W inputs only: not on the batch, the chunking, or the number of threads. (Whether a product is rounded
+before it is added is up to torch's routine for the strides at hand: the step and the prefill form agree to
+rounding.)
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import cast
 
@@ -146,15 +148,17 @@ def causal_conv1d_step(*, x: Tensor, weight: Tensor, history: Tensor, slots: Ten
         return cast(Tensor, backend.conv.step(x=x, weight=weight, history=history, slots=slots))
     numbers = index_list(op, "slots", slots, x.shape[0], begin=0, end=history.shape[0])
     check_device(op, "slots", slots, x.device)
-    own = history[numbers[0]].unsqueeze(0) if len(numbers) == 1 else history.index_select(0, slots)
-    window = torch.cat((own, x.unsqueeze(2)), dim=2)
-    newer = window[:, :, 1:]
-    if len(numbers) == 1:
-        own.copy_(newer)
-    else:
-        history.index_copy_(0, slots, newer)
-    first, second, *rest = (as_float32(window) * as_float32(weight)).unbind(2)
-    total = first + second
-    for product in rest:
-        total.add_(product)
-    return rounded(silu_(total), x.dtype)
+    if not numbers:
+        return torch.empty_like(x)
+    single = len(numbers) == 1
+    own, newest = (history[numbers[0]], x[0]) if single else (history.index_select(0, slots), x)
+    columns = (*own.unbind(-1), newest)
+    first, *rest = as_float32(weight).unbind(1)
+    total = as_float32(columns[0]) * first
+    for column, tap in zip(columns[1:], rest, strict=True):
+        total.addcmul_(as_float32(column), tap)
+    for older, newer in itertools.pairwise(columns):
+        older.copy_(newer)
+    if not single:
+        history.index_copy_(0, slots, own)
+    return rounded(silu_(total).view(x.shape), x.dtype)

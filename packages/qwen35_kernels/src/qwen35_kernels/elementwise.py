@@ -7,12 +7,13 @@ share is a whole number of vector strides (what is missing is filled up in a cop
 routine runs. `docs/kernels.md` has the measurements.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-__all__ = ["LOG2_E", "exp2_", "sigmoid", "silu", "silu_", "small_sigmoid", "softplus"]
+__all__ = ["LOG2_E", "constant", "exp2_", "sigmoid", "silu", "silu_", "small_sigmoid", "softplus"]
 
 LOG2_E = 1.4426950408889634
 
@@ -20,6 +21,14 @@ LOG2_E = 1.4426950408889634
 _STRIDE = 32
 # Elements below which torch gives an elementwise loop to one thread.
 _GRAIN = 32768
+
+
+@functools.cache
+def constant(value: float, device: torch.device) -> Tensor:
+    """A number as a float32 tensor without dimensions, for routines that take no number in its place."""
+    # Ordinary even where it is first asked for in inference mode: it outlives the mode.
+    with torch.inference_mode(False):
+        return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def _whole_strides(size: int) -> int:
@@ -47,14 +56,16 @@ def _apply_(operation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return x.copy_(body)
 
 
-def _apply(operation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The same on a float32 copy of x, contiguous."""
+def _apply(operation: Callable[[Tensor], Tensor], operation_: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The same into a new contiguous float32 tensor, by the operation or its in-place form."""
     size = x.numel()
     whole = _whole_strides(size) if x.device.type == "cpu" and size else size
-    if whole == size:
-        return operation(x.to(torch.float32, copy=True, memory_format=torch.contiguous_format))
-    padded = torch.nn.functional.pad(x.reshape(-1).float(), (0, whole - size))
-    return operation(padded)[:size].view(x.shape)
+    if whole != size:
+        padded = torch.nn.functional.pad(x.reshape(-1).float(), (0, whole - size))
+        return operation_(padded)[:size].view(x.shape)
+    if x.dtype == torch.float32 and x.is_contiguous():
+        return operation(x)
+    return operation_(x.to(torch.float32, copy=True, memory_format=torch.contiguous_format))
 
 
 def exp2_(x: Tensor) -> Tensor:
@@ -64,7 +75,7 @@ def exp2_(x: Tensor) -> Tensor:
 
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)), a new float32 tensor."""
-    return _apply(torch.sigmoid_, x)
+    return _apply(torch.sigmoid, torch.sigmoid_, x)
 
 
 def silu_(x: Tensor) -> Tensor:
@@ -74,12 +85,13 @@ def silu_(x: Tensor) -> Tensor:
 
 def silu(x: Tensor) -> Tensor:
     """x / (1 + exp(-x)), a new float32 tensor."""
-    return _apply(_silu_in_place, x)
+    return _apply(torch.nn.functional.silu, _silu_in_place, x)
 
 
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)), a new float32 tensor, without overflow; of routines that have no scalar form."""
-    return x.abs().neg_().exp_().log1p_().add_(x.clamp_min(0.0))
+    # log1p(exp(x)) is x itself long before exp overflows.
+    return torch.maximum(x.clamp_max(80.0).exp_().log1p_(), x)
 
 
 def small_sigmoid(x: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ Nothing outside this module knows an offset: strides and byte ranges of parts ar
 """
 
 import enum
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -106,9 +105,12 @@ class ByteRange:
 
 def _arena_view(arena: Tensor, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """A strided view [rows, *shape] of one part of every record of an arena."""
-    size = math.prod(shape) * dtype.itemsize
-    part = arena[:, begin : begin + size]
-    return part.view(dtype).view(arena.shape[0], *shape)
+    elements = arena.view(dtype)
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, size * strides[0])
+    offset = elements.storage_offset() + begin // dtype.itemsize
+    return elements.as_strided((arena.shape[0], *shape), (elements.stride(0), *strides), offset)
 
 
 def _check_arena(name: str, arena: Tensor, record_bytes: int) -> None:

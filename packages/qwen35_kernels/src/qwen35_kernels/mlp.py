@@ -4,7 +4,7 @@ from typing import cast
 
 from torch import Tensor
 
-from qwen35_kernels.contracts import FLOAT_DTYPES, check_dtype, check_rank, refuse
+from qwen35_kernels.contracts import FLOAT_DTYPES, check_dtype, check_rank, refuse, rounded
 from qwen35_kernels.dispatch import triton_for
 from qwen35_kernels.elementwise import silu
 
@@ -24,5 +24,6 @@ def swiglu(*, gate_up: Tensor) -> Tensor:
     backend = triton_for(gate_up)
     if backend is not None:
         return cast(Tensor, backend.rows.swiglu(gate_up=gate_up))
-    gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate).mul_(up).to(gate_up.dtype)
+    inner = gate_up.shape[1] // 2
+    gate, up = gate_up.narrow(1, 0, inner), gate_up.narrow(1, inner, inner)
+    return rounded(silu(gate).mul_(up), gate_up.dtype)

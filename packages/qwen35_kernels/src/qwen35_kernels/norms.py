@@ -6,6 +6,7 @@ transformers, `qwen3_5`); the float64 oracles are in `reference`.
 
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from qwen35_kernels.contracts import (
@@ -19,7 +20,7 @@ from qwen35_kernels.contracts import (
     rounded,
 )
 from qwen35_kernels.dispatch import triton_for
-from qwen35_kernels.elementwise import silu
+from qwen35_kernels.elementwise import constant, silu
 
 __all__ = ["gated_rms_norm", "rms_norm"]
 
@@ -27,7 +28,13 @@ __all__ = ["gated_rms_norm", "rms_norm"]
 def normalise(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last axis, as a fresh float32 tensor."""
     x = as_float32(x)
-    return x * (x * x).sum(-1, keepdim=True).mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    return x * inverse_norm(x, weight=1.0 / x.shape[-1], eps=eps)
+
+
+def inverse_norm(x: Tensor, *, weight: float, eps: float) -> Tensor:
+    """1 / sqrt(weight * sum(x^2) + eps) of every row of a float32 x [..., D], as [..., 1]."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(constant(eps, x.device), length, length, value=weight).rsqrt_()
 
 
 def _check(op: str, x: Tensor, weight: Tensor, eps: float) -> None:
@@ -60,7 +67,8 @@ def rms_norm(*, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     backend = triton_for(x)
     if backend is not None:
         return cast(Tensor, backend.rows.rms_norm(x=x, weight=weight, eps=eps))
-    return rounded(normalise(x, eps).mul_(as_float32(weight) + 1.0), x.dtype)
+    normed = normalise(x, eps)
+    return rounded(normed.addcmul_(normed, as_float32(weight)), x.dtype)
 
 
 def gated_rms_norm(*, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
