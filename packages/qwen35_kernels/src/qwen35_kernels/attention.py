@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from qwen35_kernels.attention_tiles import LayerPages, attend_chunk, attend_lanes
 from qwen35_kernels.contracts import (
     FLOAT_DTYPES,
     check_device,
@@ -23,11 +24,12 @@ from qwen35_kernels.contracts import (
     check_rank,
     check_shape,
     refuse,
+    rounded,
+    smallest_and_largest,
 )
 from qwen35_kernels.dispatch import triton_for
-from qwen35_kernels.elementwise import LOG2_E, exp2_, sigmoid
-from qwen35_kernels.layout import BLOCK_TOKENS, PageLayout, PlaneFormat
-from qwen35_kernels.quantisation import dequantise_rows
+from qwen35_kernels.elementwise import sigmoid
+from qwen35_kernels.layout import BLOCK_TOKENS, PageLayout
 from qwen35_kernels.sequences import check_cu_seqlens
 from qwen35_kernels.workspace import Workspace
 
@@ -37,11 +39,6 @@ __all__ = [
     "paged_attention_decode",
     "paged_attention_prefill",
 ]
-
-# Keys handled at once in prefill, and rows of scores (queries times heads): fixed, so that the order of sums
-# depends on nothing but positions.
-_KEYS_PER_TILE = 512
-_ROWS_PER_TILE = 1024
 
 
 def attention_gate(*, o: Tensor, gate: Tensor) -> Tensor:
@@ -53,7 +50,7 @@ def attention_gate(*, o: Tensor, gate: Tensor) -> Tensor:
     backend = triton_for(o)
     if backend is not None and o.dim() >= 2:
         return cast(Tensor, backend.rows.attention_gate(o=o, gate=gate))
-    return sigmoid(gate).mul_(o).to(o.dtype)
+    return rounded(sigmoid(gate).mul_(o), o.dtype)
 
 
 def _check(op: str, q: Tensor, arena: Tensor, layout: PageLayout, block_tables: Tensor) -> None:
@@ -78,7 +75,7 @@ def _pages_of(op: str, table: Tensor, length: int, num_pages: int) -> Tensor:
         refuse(op, f"block_tables must cover {length} tokens", table.shape[0] * BLOCK_TOKENS)
     pages = table[:blocks]
     if blocks and pages.device.type == "cpu":
-        low, high = (int(value) for value in torch.aminmax(pages))
+        low, high = smallest_and_largest(pages)
         if low < 1 or high >= num_pages:
             refuse(op, f"pages must lie in [1, {num_pages}) (page 0 is scratch)", low if low < 1 else high)
     return pages
@@ -140,127 +137,13 @@ def paged_attention_prefill(
                 lse=lse,
             ),
         )
-    cache = _Pages(arena, layout, layer, workspace or Workspace())
+    cache = LayerPages(arena, layout, layer, workspace or Workspace())
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for i in range(num):
         if lengths[i]:
             window = slice(cu_seqlens[i], cu_seqlens[i + 1])
-            _attend(q[window], cache, pages[i], bases[i], o[window], None if lse is None else lse[window])
+            attend_chunk(q[window], cache, pages[i], bases[i], o[window], None if lse is None else lse[window])
     return o
-
-
-class _Pages:
-    """One layer of an arena, read page by page as float32."""
-
-    def __init__(self, arena: Tensor, layout: PageLayout, layer: int, workspace: Workspace) -> None:
-        self.heads = layout.num_kv_heads
-        self.workspace = workspace
-        self._planes = (
-            (layout.k(arena, layer), layout.k_scales(arena, layer), layout.k_format),
-            (layout.v(arena, layer), layout.v_scales(arena, layer), layout.v_format),
-        )
-
-    def scratch(self, name: str, *shape: int) -> Tensor:
-        return self.workspace.take(name, shape, dtype=torch.float32, device=self._planes[0][0].device)
-
-    def gather(self, pages: Tensor, *, head_major: bool) -> tuple[Tensor, Tensor]:
-        """Keys and values [pages, HKV, 64, D], or [HKV, pages, 64, D] when head-major, in scratch memory."""
-        k, v = (
-            self._gather_plane(name, plane, pages, head_major) for name, plane in zip("kv", self._planes, strict=True)
-        )
-        return k, v
-
-    def _gather_plane(
-        self,
-        name: str,
-        plane: tuple[Tensor, Tensor | None, PlaneFormat],
-        pages: Tensor,
-        head_major: bool,
-    ) -> Tensor:
-        view, scales, rows = plane
-        values = self._gather_view(name, view, pages, head_major)
-        if scales is None:
-            return values.float()
-        return dequantise_rows(values, self._gather_view(name + "s", scales, pages, head_major), rows)
-
-    def _gather_view(self, name: str, view: Tensor, pages: Tensor, head_major: bool) -> Tensor:
-        # Indexed copies do not exist for every float8 dtype: those travel as bytes.
-        plain = view if view.element_size() > 1 else view.view(torch.uint8)
-        num = len(pages)
-        shape = (self.heads, num, *view.shape[2:]) if head_major else (num, *view.shape[1:])
-        out = self.workspace.take(name, shape, dtype=plain.dtype, device=plain.device)
-        # Always along the first axis: along another, index_select first copies the whole arena.
-        if head_major:
-            for head in range(self.heads):
-                torch.index_select(plain[:, head], 0, pages, out=out[head])
-        else:
-            torch.index_select(plain, 0, pages, out=out)
-        return out.view(view.dtype)
-
-
-def _attend(q: Tensor, cache: _Pages, pages: Tensor, base: int, o: Tensor, lse: Tensor | None) -> None:
-    """One sequence: key tiles outside, query tiles inside, maximum and sum carried from tile to tile.
-
-    Scores are kept in units of log 2: exp2 is faster than exp, and the factor hides in the scale.
-    """
-    tokens, heads, dim = q.shape
-    groups = heads // cache.heads
-    rows = cache.scratch("q", cache.heads, tokens * groups, dim)
-    scaled = rows.view(cache.heads, tokens, groups, dim)
-    heads_first = q.float().view(tokens, cache.heads, groups, dim).transpose(0, 1)
-    torch.mul(heads_first, LOG2_E * dim**-0.5, out=scaled)
-    mixed = cache.scratch("mixed", *rows.shape)
-    peak = cache.scratch("peak", *rows.shape[:2], 1)
-    total = cache.scratch("total", *rows.shape[:2], 1)
-    length = base + tokens
-    tile_pages = _KEYS_PER_TILE // BLOCK_TOKENS
-    query_tile = max(16, _ROWS_PER_TILE // heads)
-    for first in range(0, length, _KEYS_PER_TILE):
-        k, v = cache.gather(pages[first // BLOCK_TOKENS :][:tile_pages], head_major=True)
-        k, v = k.flatten(1, 2), v.flatten(1, 2)
-        v[:, length - first :] = 0.0
-        # Query tiles that end before these keys see none of them.
-        early = max(first - base, 0) // query_tile * query_tile
-        for start in range(early, tokens, query_tile):
-            stop = min(start + query_tile, tokens)
-            # Whole pages, so that the size of what exp2 runs on is a multiple of 64.
-            keys = min(k.shape[1], -(-(base + stop - first) // BLOCK_TOKENS) * BLOCK_TOKENS)
-            part = slice(start * groups, stop * groups)
-            scores = cache.scratch("scores", cache.heads, (stop - start) * groups, keys)
-            torch.bmm(rows[:, part], k[:, :keys].transpose(1, 2), out=scores)
-            _mask(scores, first, base + start, groups)
-            old_peak, old_total, out = peak[:, part], total[:, part], mixed[:, part]
-            new_peak = scores.amax(2, keepdim=True)
-            if first == 0:
-                # Every query sees key 0: maxima are finite from the first tile on.
-                torch.sum(exp2_(scores.sub_(new_peak)), 2, keepdim=True, out=old_total)
-                torch.bmm(scores, v[:, :keys], out=out)
-            else:
-                torch.maximum(old_peak, new_peak, out=new_peak)
-                exp2_(scores.sub_(new_peak))
-                shrink = exp2_(old_peak - new_peak)
-                old_total.mul_(shrink).add_(scores.sum(2, keepdim=True))
-                out.mul_(shrink).baddbmm_(scores, v[:, :keys])
-            old_peak.copy_(new_peak)
-    if lse is not None:
-        sums = peak.div_(LOG2_E).add_(total.log()).view(cache.heads, tokens, groups)
-        lse.copy_(sums.transpose(0, 1).flatten(1))
-    o.copy_(mixed.div_(total).view(cache.heads, tokens, groups, dim).transpose(0, 1).flatten(1, 2))
-
-
-def _mask(scores: Tensor, first_key: int, first_query: int, groups: int) -> None:
-    """Set scores of keys after their query to -inf; rows are (query, group), columns keys."""
-    begin = max(first_query + 1 - first_key, 0)
-    if begin >= scores.shape[2]:
-        return
-    queries = torch.arange(scores.shape[1] // groups, device=scores.device) + first_query
-    keys = torch.arange(first_key + begin, first_key + scores.shape[2], device=scores.device)
-    hidden = keys > queries.repeat_interleave(groups).unsqueeze(1)
-    scores[:, :, begin:].masked_fill_(hidden, float("-inf"))
-
-
-# Pages read at once in decode: about a megabyte of keys. From the shape alone; no bit depends on it.
-_DECODE_BYTES = 1 << 20
 
 
 def paged_attention_decode(
@@ -284,7 +167,7 @@ def paged_attention_decode(
     op = "paged_attention_decode"
     _check(op, q, arena, layout, block_tables)
     _check_lse(op, lse, q)
-    lanes, heads, dim = q.shape
+    lanes = q.shape[0]
     check_shape(op, "block_tables", block_tables, (lanes, block_tables.shape[1]))
     check_shape(op, "lengths", lengths, (lanes,))
     check_dtype(op, "lengths", lengths, (torch.int64,))
@@ -309,59 +192,9 @@ def paged_attention_decode(
             ),
         )
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if lanes == 0:
-        return o
-    cache = _Pages(arena, layout, layer, workspace or Workspace())
-    groups = heads // cache.heads
-    sizes = [len(table) for table in tables]
-    pages = torch.cat(tables)
-    # The last page of every lane, and how many of its rows hold keys.
-    partial = [(end - 1, count % BLOCK_TOKENS) for end, count in zip(itertools.accumulate(sizes), counts, strict=True)]
-    scaled = (q.float() * dim**-0.5).view(lanes, cache.heads, groups, dim)
-    queries = torch.cat([scaled[b].expand(size, -1, -1, -1) for b, size in enumerate(sizes)])
-    mixed = cache.scratch("mixed", len(pages), cache.heads, groups, dim)
-    sums = cache.scratch("lse", len(pages), cache.heads, groups, 1)
-    step = max(1, _DECODE_BYTES // (cache.heads * BLOCK_TOKENS * dim * 4))
-    for begin in range(0, len(pages), step):
-        window = slice(begin, min(begin + step, len(pages)))
-        _attend_pages(queries[window], cache, pages[window], begin, partial, mixed[window], sums[window])
-    _merge_pages(mixed.flatten(1, 2), sums.flatten(1, 2), sizes, o, lse)
+    if lanes:
+        attend_lanes(q, LayerPages(arena, layout, layer, workspace or Workspace()), tables, counts, o, lse)
     return o
-
-
-def _attend_pages(
-    queries: Tensor,
-    cache: _Pages,
-    pages: Tensor,
-    begin: int,
-    partial: list[tuple[int, int]],
-    mixed: Tensor,
-    sums: Tensor,
-) -> None:
-    """Attention over each page by itself: its output and log-sum-exp, to be merged per lane."""
-    k, v = cache.gather(pages, head_major=False)
-    num = len(pages)
-    scores = cache.scratch("scores", *queries.shape[:3], BLOCK_TOKENS)
-    torch.bmm(queries.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), out=scores.flatten(0, 1))
-    for page, used in partial:
-        if used and begin <= page < begin + num:
-            scores[page - begin, :, :, used:] = float("-inf")
-            v[page - begin, :, used:] = 0.0
-    weights = scores.softmax(-1)
-    # The largest weight of a softmax is exp(0) / sum: that is where its sum can be read.
-    torch.sub(scores.amax(-1, keepdim=True), weights.amax(-1, keepdim=True).log_(), out=sums)
-    torch.bmm(weights.flatten(0, 1), v.flatten(0, 1), out=mixed.flatten(0, 1))
-
-
-def _merge_pages(mixed: Tensor, sums: Tensor, sizes: list[int], o: Tensor, lse: Tensor | None) -> None:
-    """Combine the pages of each lane: mixed [pages, H, D] and sums [pages, H, 1] in lane order."""
-    begin = 0
-    for b, size in enumerate(sizes):
-        window = slice(begin, begin + size)
-        o[b] = mixed[window].mul_(sums[window].softmax(0)).sum(0)
-        if lse is not None:
-            lse[b] = sums[window].logsumexp(0).squeeze(1)
-        begin += size
 
 
 def merge_attention_states(*, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

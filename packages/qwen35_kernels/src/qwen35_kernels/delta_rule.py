@@ -202,16 +202,17 @@ def gated_delta_rule_step(
     rows = lanes * value_heads
     query, key = qk.view(2, rows, 1, -1).unbind()
     v_rows = as_float32(v).reshape(rows, 1, -1)
-    token = (query, key, v_rows, as_float32(beta).reshape(rows, 1, 1), g.exp().view(rows, 1, 1))
+    token = [query, key, v_rows, as_float32(beta).reshape(rows, 1, 1), g.exp().view(rows, 1, 1)]
     if lanes == 1:
-        o = _step(*token, state[numbers[0]])
+        o = _step(token, state[numbers[0]])
     elif state.shape[1:].numel() >= _IN_PLACE_FLOATS:
         # Large states are updated where they are; small ones together in a gathered copy. The bits are equal.
-        each = zip(numbers, *(x.split(value_heads) for x in token), strict=True)
-        o = torch.cat([_step(*lane, state[slot]) for slot, *lane in each])
+        heads = [slice(i * value_heads, (i + 1) * value_heads) for i in range(lanes)]
+        each = zip(heads, numbers, strict=True)
+        o = torch.cat([_step([x[own] for x in token], state[slot]) for own, slot in each])
     else:
         gathered = state.index_select(0, slots).flatten(0, 1)
-        o = _step(*token, gathered)
+        o = _step(token, gathered)
         state.index_copy_(0, slots, gathered.view(lanes, *state.shape[1:]))
     return rounded(o.view(v.shape), v.dtype)
 
@@ -219,9 +220,10 @@ def gated_delta_rule_step(
 _IN_PLACE_FLOATS = 2**16
 
 
-def _step(query: Tensor, key: Tensor, v: Tensor, beta: Tensor, decay: Tensor, state: Tensor) -> Tensor:
-    """Outputs [N, 1, V] of one token for query and key [N, 1, K], v [N, 1, V], beta and decay [N, 1, 1];
-    state [N, K, V] in place."""
+def _step(token: list[Tensor], state: Tensor) -> Tensor:
+    """Outputs [N, 1, V] of one token (query and key [N, 1, K], v [N, 1, V], beta and decay [N, 1, 1]); state
+    [N, K, V] in place."""
+    query, key, v, beta, decay = token
     state.mul_(decay)
     d = torch.baddbmm(v, key, state, alpha=-1).mul_(beta)
     state.addcmul_(key.transpose(1, 2), d)

@@ -50,4 +50,8 @@ def store_kv(
 def _scatter(view: Tensor, pages: Tensor, rows: Tensor, values: Tensor) -> None:
     # Moved as bytes of a plain integer type: indexed stores do not exist for every float8 dtype.
     plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[view.element_size()]
-    view.view(plain)[pages, :, rows] = values.contiguous().view(plain)
+    view, values = view.view(plain), values.contiguous().view(plain)
+    if len(pages) == 1 and pages.device.type == "cpu":
+        view[int(pages), :, int(rows)].copy_(values[0])
+    else:
+        view[pages, :, rows] = values

@@ -1,5 +1,6 @@
 """Partial rotary position embedding in the half-split form, fused with the q/k norms."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -7,12 +8,14 @@ from torch import Tensor
 
 from qwen35_kernels.contracts import (
     FLOAT_DTYPES,
+    as_float32,
     check_device,
     check_dtype,
     check_eps,
     check_rank,
     check_shape,
     refuse,
+    rounded,
 )
 from qwen35_kernels.dispatch import triton_for
 from qwen35_kernels.norms import normalise
@@ -62,14 +65,14 @@ def rotary_tables(
     return angles.cos(), angles.sin()
 
 
-def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the first 2 * cos.shape[-1] dims of x [T, heads, D] into out; the other dims are copied."""
-    half = cos.shape[-1]
+def _rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the first 2 * cos.shape[1] dims of x [T, heads, D] in place."""
+    half = cos.shape[1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second = x[..., :half], x[..., half : 2 * half]
-    out[..., :half] = first * cos - second * sin
-    out[..., half : 2 * half] = second * cos + first * sin
-    out[..., 2 * half :] = x[..., 2 * half :]
+    first, second = x.narrow(2, 0, half), x.narrow(2, half, half)
+    turned = (first * cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)
+    first.copy_(turned)
 
 
 def qk_norm_rotary(
@@ -112,14 +115,14 @@ def qk_norm_rotary(
         check_shape(op, name, table, (tokens, cos.shape[1]))
         check_dtype(op, name, table, (torch.float32,))
         check_device(op, name, table, q.device)
-    outputs: list[Tensor] = []
     backend = triton_for(q)
-    for x, weight in ((q, q_weight), (k, k_weight)):
-        if backend is not None:
-            outputs.append(backend.rows.qk_norm_rotary(x=x, weight=weight, eps=eps, cos=cos, sin=sin))
-            continue
-        normed = normalise(x, eps).mul_(weight.float() + 1.0)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rotate_into(out, normed, cos, sin)
-        outputs.append(out)
-    return outputs[0], outputs[1]
+    if backend is not None:
+        turn = functools.partial(backend.rows.qk_norm_rotary, eps=eps, cos=cos, sin=sin)
+        return turn(x=q, weight=q_weight), turn(x=k, weight=k_weight)
+    both = normalise(torch.cat((q, k), 1), eps)
+    parts = both.narrow(1, 0, q.shape[1]), both.narrow(1, q.shape[1], k.shape[1])
+    for part, weight in zip(parts, (q_weight, k_weight), strict=True):
+        part.addcmul_(part, as_float32(weight))
+    _rotate_(both, cos, sin)
+    new_q, new_k = (rounded(part, q.dtype).contiguous() for part in parts)
+    return new_q, new_k

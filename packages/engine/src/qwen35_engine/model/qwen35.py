@@ -28,14 +28,20 @@ __all__ = ["Qwen35Model"]
 class Qwen35Model:
     """The forward pass over one set of weights and one device memory.
 
-    Stateless but for the arenas: who owns which page and slot is the caller's business. ``frequencies`` are the rotary
-    embedding's.
+    Stateless but for the arenas and scratch memory, hence for one thread: who owns which page and slot is the caller's
+    business. ``frequencies`` are the rotary embedding's.
     """
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, memory: DeviceMemory) -> None:
         self._config = config
         self._weights = weights
         self._memory = memory
+        # The views of the layers' states, one a Gated DeltaNet layer: an arena stays where it is.
+        layout, layers = memory.state_layout, range(memory.state_layout.num_layers)
+        self._recurrent = tuple(layout.recurrent(memory.states, layer) for layer in layers)
+        self._conv = tuple(layout.conv(memory.states, layer) for layer in layers)
+        self._continuation = layout.hidden(memory.states)
+        self._workspace = kernels.Workspace()
         self.frequencies = kernels.rotary_frequencies(rotary_dim=config.rotary_dim, theta=config.rope_theta).to(
             weights.device
         )
@@ -72,18 +78,18 @@ class Qwen35Model:
         length = tokens.shape[0]
         positions = torch.arange(base, base + length, device=tokens.device)
         pass_ = _Prefill(
-            positions=positions,
+            rows=positions % kernels.BLOCK_TOKENS,
             pages=block_table[positions // kernels.BLOCK_TOKENS],
             block_table=block_table,
             base=base,
             slot=slot,
+            workspace=self._workspace,
             taps=tuple(Tap(sequence=0, position=position, slot=tap_slot) for position, tap_slot in taps),
         )
         hidden = self._layers(tokens, positions, pass_, before_layer)
-        continuation = self._memory.state_layout.hidden(self._memory.states)
-        continuation[slot] = hidden[-1]
+        self._continuation[slot] = hidden[-1]
         for position, tap_slot in taps:
-            continuation[tap_slot] = hidden[position - base - 1]
+            self._continuation[tap_slot] = hidden[position - base - 1]
         return hidden[-1]
 
     @torch.inference_mode()
@@ -105,9 +111,10 @@ class Qwen35Model:
             pages=block_tables.gather(1, blocks).squeeze(1),
             block_tables=block_tables,
             slots=slots,
+            workspace=self._workspace,
         )
         hidden = self._layers(tokens, positions, pass_)
-        self._memory.state_layout.hidden(self._memory.states)[slots] = hidden
+        self._continuation.index_copy_(0, slots, hidden)
         return hidden
 
     @torch.inference_mode()
@@ -141,15 +148,15 @@ class Qwen35Model:
 
     def _delta_net(self, x: Tensor, weights: DeltaNetWeights, layer: int, pass_: _Prefill | _Decode) -> Tensor:
         """Gated DeltaNet: causal conv over q, k, v; the gated delta rule; a norm gated by z."""
-        config, memory = self._config, self._memory
+        config = self._config
         heads_k, heads_v = config.num_key_heads, config.num_value_heads
         key_size, value_size = heads_k * config.key_dim, heads_v * config.value_dim
         length = x.shape[0]
-        qkv, z, b, a = torch.split(
-            F.linear(x, weights.in_proj), [config.conv_channels, value_size, heads_v, heads_v], dim=-1
+        qkv, z, b, a = F.linear(x, weights.in_proj).split_with_sizes(
+            [config.conv_channels, value_size, heads_v, heads_v], dim=-1
         )
-        qkv = pass_.conv(qkv, weights.conv, memory.state_layout.conv(memory.states, layer))
-        q, k, v = torch.split(qkv, [key_size, key_size, value_size], dim=-1)
+        qkv = pass_.conv(qkv, weights.conv, self._conv[layer])
+        q, k, v = qkv.split_with_sizes([key_size, key_size, value_size], dim=-1)
         g, beta = kernels.delta_gates(a=a, b=b, a_log=weights.a_log, dt_bias=weights.dt_bias)
         o = pass_.delta_rule(
             q=q.view(length, heads_k, config.key_dim),
@@ -157,7 +164,7 @@ class Qwen35Model:
             v=v.view(length, heads_v, config.value_dim),
             g=g,
             beta=beta,
-            state=memory.state_layout.recurrent(memory.states, layer),
+            state=self._recurrent[layer],
         )
         o = kernels.gated_rms_norm(
             x=o,
@@ -180,10 +187,10 @@ class Qwen35Model:
         config, memory = self._config, self._memory
         heads, heads_kv, dim = config.num_heads, config.num_kv_heads, config.head_dim
         length = x.shape[0]
-        q_gate, k, v = torch.split(
-            F.linear(x, weights.qkv_proj), [2 * heads * dim, heads_kv * dim, heads_kv * dim], dim=-1
+        q_gate, k, v = F.linear(x, weights.qkv_proj).split_with_sizes(
+            [2 * heads * dim, heads_kv * dim, heads_kv * dim], dim=-1
         )
-        q, gate = q_gate.view(length, heads, 2 * dim).chunk(2, dim=-1)
+        q, gate = q_gate.view(length, heads, 2 * dim).split_with_sizes([dim, dim], dim=-1)
         q, k = kernels.qk_norm_rotary(
             q=q,
             k=k.view(length, heads_kv, dim),
@@ -200,7 +207,7 @@ class Qwen35Model:
             layout=memory.page_layout,
             layer=layer,
             pages=pass_.pages,
-            rows=pass_.positions % kernels.BLOCK_TOKENS,
+            rows=pass_.rows,
         )
         o = pass_.attention(q, memory, layer)
         o = kernels.attention_gate(o=o, gate=gate)
@@ -217,17 +224,19 @@ class _Prefill:
     def __init__(
         self,
         *,
-        positions: Tensor,
+        rows: Tensor,
         pages: Tensor,
         block_table: Tensor,
         base: int,
         slot: int,
         taps: tuple[Tap, ...],
+        workspace: kernels.Workspace,
     ) -> None:
-        self.positions = positions
+        self.rows = rows
         self.pages = pages
+        self._workspace = workspace
         self._block_tables = block_table.unsqueeze(0)
-        self._cu_seqlens = (0, positions.shape[0])
+        self._cu_seqlens = (0, rows.shape[0])
         self._bases = (base,)
         self._slots = (slot,)
         self._taps = taps
@@ -255,6 +264,7 @@ class _Prefill:
             cu_seqlens=self._cu_seqlens,
             bases=self._bases,
             taps=self._taps,
+            workspace=self._workspace,
         )
 
     def attention(self, q: Tensor, memory: DeviceMemory, layer: int) -> Tensor:
@@ -266,18 +276,28 @@ class _Prefill:
             block_tables=self._block_tables,
             cu_seqlens=self._cu_seqlens,
             bases=self._bases,
+            workspace=self._workspace,
         )
 
 
 class _Decode:
     """The ops of a decode round."""
 
-    def __init__(self, *, positions: Tensor, pages: Tensor, block_tables: Tensor, slots: Tensor) -> None:
-        self.positions = positions
+    def __init__(
+        self,
+        *,
+        positions: Tensor,
+        pages: Tensor,
+        block_tables: Tensor,
+        slots: Tensor,
+        workspace: kernels.Workspace,
+    ) -> None:
+        self.rows = positions % kernels.BLOCK_TOKENS
         self.pages = pages
         self._block_tables = block_tables
         self._slots = slots
         self._lengths = positions + 1
+        self._workspace = workspace
 
     def conv(self, x: Tensor, weight: Tensor, history: Tensor) -> Tensor:
         return kernels.causal_conv1d_step(x=x, weight=weight, history=history, slots=self._slots)
@@ -293,4 +313,5 @@ class _Decode:
             layer=layer,
             block_tables=self._block_tables,
             lengths=self._lengths,
+            workspace=self._workspace,
         )

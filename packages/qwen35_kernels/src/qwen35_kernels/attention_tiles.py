@@ -1,0 +1,221 @@
+"""Attention of one layer on a CPU: pages read as float32, a chunk of queries, one query a lane.
+
+The formula is that of `attention`. Sizes of tiles are fixed, so that the order of sums depends on nothing but a
+sequence's own positions.
+"""
+
+import functools
+import itertools
+
+import torch
+from torch import Tensor
+
+from qwen35_kernels.contracts import as_float32
+from qwen35_kernels.elementwise import LOG2_E, exp2_
+from qwen35_kernels.layout import BLOCK_TOKENS, PageLayout, PlaneFormat
+from qwen35_kernels.quantisation import dequantise_rows
+from qwen35_kernels.workspace import Workspace
+
+__all__ = ["LayerPages", "attend_chunk", "attend_lanes"]
+
+# Keys handled at once in prefill, and rows of scores (queries times heads).
+_KEYS_PER_TILE = 512
+_ROWS_PER_TILE = 1024
+# Bytes of keys gathered at once in decode: no bit depends on it.
+_DECODE_BYTES = 1 << 21
+
+
+class LayerPages:
+    """One layer of an arena, read page by page as float32."""
+
+    def __init__(self, arena: Tensor, layout: PageLayout, layer: int, workspace: Workspace) -> None:
+        self.heads, self.dim = layout.num_kv_heads, layout.head_dim
+        self.workspace = workspace
+        self._planes = (
+            (layout.k(arena, layer), layout.k_scales(arena, layer), layout.k_format),
+            (layout.v(arena, layer), layout.v_scales(arena, layer), layout.v_format),
+        )
+
+    def scratch(self, name: str, *shape: int) -> Tensor:
+        return self.workspace.take(name, shape, dtype=torch.float32, device=self._planes[0][0].device)
+
+    def keys(self, pages: Tensor) -> Tensor:
+        """Keys [pages, HKV, 64, D], in scratch memory."""
+        return self._gather_plane("k", self._planes[0], pages, head_major=False)
+
+    def keys_and_values(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [HKV, pages, 64, D], in scratch memory."""
+        k, v = (
+            self._gather_plane(name, plane, pages, head_major=True)
+            for name, plane in zip("kv", self._planes, strict=True)
+        )
+        return k, v
+
+    def sum_values(self, weights: Tensor, pages: Tensor, partial: list[tuple[int, int]]) -> Tensor:
+        """Per page and head the sum of its rows of values weighted by weights [pages, H, 64]: [pages, H, D].
+
+        Of a page i with (i, used) in `partial` only the first `used` rows are read; the other weights are 0.
+        """
+        num, heads = weights.shape[:2]
+        view, scales, _ = self._planes[1]
+        page_rows = view.stride(0) // self.dim
+        if scales is not None or view.dtype != torch.float32 or view.stride(0) % self.dim:
+            # Made float32 first: page by page as they come.
+            view = self._gather_plane("v", self._planes[1], pages, head_major=False)
+            pages, page_rows = torch.arange(num, device=view.device), self.heads * BLOCK_TOKENS
+        # Rows are read where they lie: the plane's first one, and every D floats after it.
+        rows = (view.stride(0) * (view.shape[0] - 1)) // self.dim + self.heads * BLOCK_TOKENS
+        table = view.as_strided((rows, self.dim), (self.dim, 1))
+        index = (pages * page_rows).view(-1, 1, 1) + _rows_of_heads(self.heads, heads, view.device)
+        for page, used in partial:
+            index[page, :, used:] = index[page, :, :1]
+        bags = torch.arange(0, index.numel(), BLOCK_TOKENS, device=view.device)
+        summed = torch.embedding_bag(table, index.view(-1), bags, False, 0, False, weights.reshape(-1))[0]
+        return summed.view(num, heads, self.dim)
+
+    def _gather_plane(
+        self,
+        name: str,
+        plane: tuple[Tensor, Tensor | None, PlaneFormat],
+        pages: Tensor,
+        head_major: bool,
+    ) -> Tensor:
+        view, scales, rows = plane
+        values = self._gather_view(name, view, pages, head_major)
+        if scales is None:
+            return values.float()
+        return dequantise_rows(values, self._gather_view(name + "s", scales, pages, head_major), rows)
+
+    def _gather_view(self, name: str, view: Tensor, pages: Tensor, head_major: bool) -> Tensor:
+        # Indexed copies do not exist for every float8 dtype: those travel as bytes.
+        plain = view if view.element_size() > 1 else view.view(torch.uint8)
+        num = len(pages)
+        shape = (self.heads, num, *view.shape[2:]) if head_major else (num, *view.shape[1:])
+        out = self.workspace.take(name, shape, dtype=plain.dtype, device=plain.device)
+        # Always along the first axis: along another, index_select first copies the whole arena.
+        if head_major:
+            for head in range(self.heads):
+                torch.index_select(plain[:, head], 0, pages, out=out[head])
+        else:
+            torch.index_select(plain, 0, pages, out=out)
+        return out.view(view.dtype)
+
+
+@functools.cache
+def _rows_of_heads(kv_heads: int, heads: int, device: torch.device) -> Tensor:
+    """The rows [H, 64] of a page that each query head reads, counted from the page's first."""
+    # Made once, hence outside inference mode.
+    with torch.inference_mode(False):
+        rows = torch.arange(kv_heads * BLOCK_TOKENS, device=device).view(kv_heads, BLOCK_TOKENS)
+        return rows.repeat_interleave(heads // kv_heads, 0)
+
+
+def attend_chunk(q: Tensor, cache: LayerPages, pages: Tensor, base: int, o: Tensor, lse: Tensor | None) -> None:
+    """One sequence: key tiles outside, query tiles inside, maximum and sum carried from tile to tile.
+
+    Scores are kept in units of log 2: exp2 is faster than exp, and the factor hides in the scale.
+    """
+    tokens, heads, dim = q.shape
+    groups = heads // cache.heads
+    rows = cache.scratch("q", cache.heads, tokens * groups, dim)
+    scaled = rows.view(cache.heads, tokens, groups, dim)
+    heads_first = q.float().view(tokens, cache.heads, groups, dim).transpose(0, 1)
+    torch.mul(heads_first, LOG2_E * dim**-0.5, out=scaled)
+    mixed = cache.scratch("mixed", *rows.shape)
+    peak = cache.scratch("peak", *rows.shape[:2], 1)
+    total = cache.scratch("total", *rows.shape[:2], 1)
+    length = base + tokens
+    tile_pages = _KEYS_PER_TILE // BLOCK_TOKENS
+    query_tile = max(16, _ROWS_PER_TILE // heads)
+    for first in range(0, length, _KEYS_PER_TILE):
+        k, v = cache.keys_and_values(pages[first // BLOCK_TOKENS :][:tile_pages])
+        k, v = k.flatten(1, 2), v.flatten(1, 2)
+        v[:, length - first :] = 0.0
+        # Query tiles that end before these keys see none of them.
+        early = max(first - base, 0) // query_tile * query_tile
+        for start in range(early, tokens, query_tile):
+            stop = min(start + query_tile, tokens)
+            # Whole pages, so that the size of what exp2 runs on is a multiple of 64.
+            keys = min(k.shape[1], -(-(base + stop - first) // BLOCK_TOKENS) * BLOCK_TOKENS)
+            part = slice(start * groups, stop * groups)
+            scores = cache.scratch("scores", cache.heads, (stop - start) * groups, keys)
+            torch.bmm(rows[:, part], k[:, :keys].transpose(1, 2), out=scores)
+            _mask(scores, first, base + start, groups)
+            old_peak, old_total, out = peak[:, part], total[:, part], mixed[:, part]
+            new_peak = scores.amax(2, keepdim=True)
+            if first == 0:
+                # Every query sees key 0: maxima are finite from the first tile on.
+                torch.sum(exp2_(scores.sub_(new_peak)), 2, keepdim=True, out=old_total)
+                torch.bmm(scores, v[:, :keys], out=out)
+            else:
+                torch.maximum(old_peak, new_peak, out=new_peak)
+                exp2_(scores.sub_(new_peak))
+                shrink = exp2_(old_peak - new_peak)
+                old_total.mul_(shrink).add_(scores.sum(2, keepdim=True))
+                out.mul_(shrink).baddbmm_(scores, v[:, :keys])
+            old_peak.copy_(new_peak)
+    if lse is not None:
+        sums = peak.div_(LOG2_E).add_(total.log()).view(cache.heads, tokens, groups)
+        lse.copy_(sums.transpose(0, 1).flatten(1))
+    o.copy_(mixed.div_(total).view(cache.heads, tokens, groups, dim).transpose(0, 1).flatten(1, 2))
+
+
+def _mask(scores: Tensor, first_key: int, first_query: int, groups: int) -> None:
+    """Set scores of keys after their query to -inf; rows are (query, group), columns keys."""
+    begin = max(first_query + 1 - first_key, 0)
+    if begin >= scores.shape[2]:
+        return
+    queries = torch.arange(scores.shape[1] // groups, device=scores.device) + first_query
+    keys = torch.arange(first_key + begin, first_key + scores.shape[2], device=scores.device)
+    hidden = keys > queries.repeat_interleave(groups).unsqueeze(1)
+    scores[:, :, begin:].masked_fill_(hidden, float("-inf"))
+
+
+def attend_lanes(
+    q: Tensor, cache: LayerPages, tables: list[Tensor], counts: list[int], o: Tensor, lse: Tensor | None
+) -> None:
+    """One query a lane, q [B, H, D], over the first counts[b] keys of the pages in tables[b].
+
+    Every page by itself first: its softmax, the log of its sum, its weighted sum of values. Then the pages of each
+    lane are merged.
+    """
+    sizes = [len(table) for table in tables]
+    pages = tables[0] if len(tables) == 1 else torch.cat(tables)
+    # The last page of a lane where not all its rows hold keys, and how many do.
+    ends = zip(itertools.accumulate(sizes), counts, strict=True)
+    partial = [(end - 1, count % BLOCK_TOKENS) for end, count in ends if count % BLOCK_TOKENS]
+    scores = _scores(q, cache, pages, sizes)
+    for page, used in partial:
+        scores[page, :, used:] = float("-inf")
+    weights = scores.softmax(-1)
+    # The largest weight of a softmax is exp(0) / sum: that is where its sum can be read.
+    sums = scores.amax(-1, keepdim=True).sub_(weights.amax(-1, keepdim=True).log_())
+    mixed = cache.sum_values(weights, pages, partial)
+    begin = 0
+    for b, size in enumerate(sizes):
+        own, own_sums = mixed[begin : begin + size], sums[begin : begin + size]
+        torch.sum(own.mul_(own_sums.softmax(0)), 0, out=o[b])
+        if lse is not None:
+            lse[b] = own_sums.logsumexp(0).squeeze(1)
+        begin += size
+
+
+def _scores(q: Tensor, cache: LayerPages, pages: Tensor, sizes: list[int]) -> Tensor:
+    """Scaled products [pages, H, 64] of each page's keys with the query of its lane, of which sizes[b] are."""
+    lanes, heads, dim = q.shape
+    groups = heads // cache.heads
+    queries = (as_float32(q) * dim**-0.5).view(lanes, cache.heads, groups, dim)
+    if lanes == 1:
+        queries = queries.expand(len(pages), -1, -1, -1)
+    else:
+        owners = [b for b, size in enumerate(sizes) for _ in range(size)]
+        queries = queries.index_select(0, torch.tensor(owners, device=q.device))
+    queries = queries.reshape(-1, groups, dim)
+    scores = cache.scratch("scores", len(pages), heads, BLOCK_TOKENS)
+    rows = scores.view(-1, groups, BLOCK_TOKENS)
+    step = max(1, _DECODE_BYTES // (cache.heads * BLOCK_TOKENS * dim * 4))
+    for begin in range(0, len(pages), step):
+        k = cache.keys(pages[begin : begin + step]).flatten(0, 1)
+        window = slice(begin * cache.heads, begin * cache.heads + len(k))
+        torch.bmm(queries[window], k.transpose(1, 2), out=rows[window])
+    return scores
