@@ -298,6 +298,8 @@ def test_the_queue_is_bounded(folder: Path) -> None:
         streams += [engine.submit(request([1, 2])) for _ in range(2)]
         with pytest.raises(QueueFull, match="at most 2 requests may wait"):
             engine.submit(request([1, 2]))
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.refused) == (1, 2, 1)
         gate.open.set()
         for stream in streams:
             assert collect(stream)[0] == [3] * 4

@@ -47,6 +47,7 @@ from .request import (
     TokenLogprobs,
     TokenStream,
 )
+from .request_log import RequestLog
 from .sampling import Sampler, SamplingRow
 from .usage import MissReason, Reuse, Timing, Usage
 
@@ -77,6 +78,7 @@ __all__ = [
     "QueueTimeout",
     "RequestError",
     "RequestListener",
+    "RequestLog",
     "RequestRecord",
     "Reuse",
     "Sampler",

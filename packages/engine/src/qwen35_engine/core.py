@@ -148,6 +148,11 @@ class Core:
         return len(self._lanes)
 
     @property
+    def num_prefilling(self) -> int:
+        """Of those running, how many are still in their prompt. May be asked from any thread."""
+        return sum(lane.computed < lane.prompt_tokens for lane in list(self._lanes.values()))
+
+    @property
     def has_work(self) -> bool:
         return bool(self._lanes or self._waiting)
 

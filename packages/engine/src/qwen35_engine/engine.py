@@ -40,11 +40,14 @@ _PROFILES = {torch.float32: KVProfile.FP32, torch.bfloat16: KVProfile.BF16}
 class EngineStats:
     """What runs, what waits, what ended requests add up to, the cache's gauges, and the index's gauges and counters.
 
-    ``unheard`` counts records that the engine's listener failed to take.
+    Of those running, ``prefilling`` are still in their prompt. ``refused`` counts requests that found the queue full,
+    ``unheard`` records that the engine's listener failed to take.
     """
 
     running: int
+    prefilling: int
     waiting: int
+    refused: int
     totals: Totals
     unheard: int
     cache: CacheStats
@@ -232,7 +235,9 @@ class Engine:
         worker = self._worker.stats()
         return EngineStats(
             running=worker.running,
+            prefilling=worker.prefilling,
             waiting=worker.waiting,
+            refused=worker.refused,
             totals=worker.totals,
             unheard=worker.unheard,
             cache=self._cache.stats(),

@@ -35,7 +35,7 @@ class Tail:
 
 @dataclass(frozen=True, kw_only=True)
 class HostStats:
-    """Gauges and totals of the Host tier."""
+    """Gauges and totals of the Host tier: slabs, bytes that have landed in each direction, and what is on its way."""
 
     slabs_free: int
     slabs_total: int
@@ -43,6 +43,8 @@ class HostStats:
     written_bytes: int
     restored_bytes: int
     copies_in_flight: int
+    writing_bytes: int
+    restoring_bytes: int
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,8 @@ class HostTier:
             written_bytes=writes.device_to_host.num_bytes,
             restored_bytes=reads.host_to_device.num_bytes,
             copies_in_flight=reads.in_flight_batches + writes.in_flight_batches,
+            writing_bytes=writes.in_flight_bytes,
+            restoring_bytes=reads.in_flight_bytes,
         )
 
     def _runs(self, pages: Sequence[int], slabs: Sequence[int]) -> Runs:

@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class WorkerStats:
     running: int
+    prefilling: int
     waiting: int
+    refused: int
     totals: Totals
     unheard: int
 
@@ -50,6 +52,7 @@ class Worker:
         self._inbox: deque[Job] = deque()
         self._cancelled: set[int] = set()
         self._open = 0
+        self._refused = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="qwen35-worker", daemon=True)
 
@@ -67,6 +70,7 @@ class Worker:
             if self._closing:
                 raise EngineClosed("the engine is closed")
             if self._open >= self._max_open:
+                self._refused += 1
                 raise QueueFull(f"at most {self._max_waiting} requests may wait, got one more")
             self._open += 1
             self._inbox.append(job)
@@ -94,10 +98,13 @@ class Worker:
     def stats(self) -> WorkerStats:
         with self._changed:
             running = self._core.num_running
+            prefilling = self._core.num_prefilling
             accounts = self._core.accounts
             return WorkerStats(
                 running=running,
+                prefilling=min(prefilling, running),
                 waiting=max(0, self._open - running),
+                refused=self._refused,
                 totals=accounts.totals,
                 unheard=accounts.unheard,
             )

@@ -32,7 +32,7 @@ __all__ = ["AdmissionQuote", "CacheStats", "LaneMemory", "PrefixCache", "Tap"]
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Gauges of both tiers; ``host`` is None without a Host tier."""
+    """Gauges of both tiers and what the binding counts; ``host`` is None without a Host tier."""
 
     pages_free: int
     pages_total: int
@@ -40,6 +40,7 @@ class CacheStats:
     slots_total: int
     snapshot_slots_used: int
     endpoints_skipped: int
+    prefetched_blocks: int
     host: HostStats | None
 
 
@@ -195,5 +196,6 @@ class PrefixCache:
             slots_total=self._space.slots.capacity,
             snapshot_slots_used=self._space.snapshot_slots,
             endpoints_skipped=self._publisher.endpoints_skipped,
+            prefetched_blocks=self._prefetch.blocks if self._prefetch is not None else 0,
             host=self._host.stats() if self._host is not None else None,
         )

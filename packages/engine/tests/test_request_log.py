@@ -1,0 +1,224 @@
+"""The request log: every line is what its page says, and no trouble with the file reaches the worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import resource
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core_rig import Rig, tokens_of
+from fake_model import continuation
+from qwen35_engine import MissReason, OptionError, RequestLog, RequestRecord, Reuse, TapHints, Timing, Usage
+
+PAGE = Path(__file__).parents[3] / "docs" / "observability.md"
+
+TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+    "boolean": (bool,),
+    "null": (type(None),),
+}
+
+
+def documented(event: str) -> dict[str, tuple[type, ...]]:
+    """The page's table of one event's fields: name and types."""
+    text = PAGE.read_text(encoding="utf-8")
+    table = text[text.index(f"Fields of `{event}`:") :].split("\n\n")[1]
+    rows = re.findall(r"^\| `(\w+)` \| ([\w ]+) \|", table, re.MULTILINE)
+    return {name: sum((TYPES[kind] for kind in kinds.split(" or ")), ()) for name, kinds in rows}
+
+
+def documented_reasons() -> set[str]:
+    text = PAGE.read_text(encoding="utf-8")
+    table = text[text.index("## Why not more") : text.index("## The request log")]
+    return set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+
+
+def validate(line: dict[str, Any]) -> None:
+    """A line has exactly the fields of its event's table, each of a type that stands there."""
+    fields = documented(line["event"])
+    assert set(line) == set(fields)
+    for name, value in line.items():
+        # A boolean is an integer to Python, but not to who reads the page.
+        assert type(value) in fields[name], f"{name}: {value!r} is no {fields[name]}"
+    if line["event"] == "request":
+        assert line["outcome"] in ("stop", "length", "cancelled", "failed")
+        assert (line["error"] is not None) == (line["outcome"] == "failed")
+        assert line["cached_tokens"] == line["device_tokens"] + line["host_tokens"]
+        assert line["reason"] is None or line["reason"] in documented_reasons()
+        assert all(value >= 0 for name, value in line.items() if name.endswith("_seconds") and value is not None)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def a_record(number: int = 1, **changes: Any) -> RequestRecord:
+    usage = Usage(
+        prompt_tokens=10,
+        completion_tokens=2,
+        reuse=Reuse(reason=MissReason.NOT_CACHED),
+        timing=Timing(queued_seconds=0.25, first_token_seconds=1.0, token_seconds=0.1234567, total_seconds=2.0),
+    )
+    record = RequestRecord(request_id=number, outcome="stop", error=None, executed=True, usage=usage)
+    return replace(record, **changes)
+
+
+def test_the_page_lists_every_reason() -> None:
+    assert documented_reasons() == {reason.value for reason in MissReason}
+
+
+def test_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    with RequestLog(path, clock=lambda: 1_700_000_000.12345) as log:
+        log(a_record())
+    start, line = lines_of(path)
+    assert (start["event"], start["schema"], start["time"]) == ("start", 1, 1_700_000_000.123)
+    assert line == {
+        "time": 1_700_000_000.123,
+        "event": "request",
+        "request_id": 1,
+        "outcome": "stop",
+        "error": None,
+        "prompt_tokens": 10,
+        "completion_tokens": 2,
+        "cached_tokens": 0,
+        "device_tokens": 0,
+        "host_tokens": 0,
+        "matched_tokens": 0,
+        "restored_bytes": 0,
+        "reason": "not_cached",
+        "executed": True,
+        "taps_taken": 0,
+        "taps_skipped": 0,
+        "queued_seconds": 0.25,
+        "staged_seconds": 0.0,
+        "first_token_seconds": 1.0,
+        "token_seconds": 0.123457,
+        "total_seconds": 2.0,
+    }
+
+
+def test_every_line_of_a_busy_engine_is_as_documented_and_adds_up_to_the_totals(tmp_path: Path) -> None:
+    """Hits of both tiers, misses, opt-outs, cancels, failures, requests that were never admitted."""
+    path = tmp_path / "requests.jsonl"
+    rng = random.Random(5)
+    with RequestLog(path) as log:
+        rig = Rig(slabs=80, lanes=2, pages=16)
+        rig.core.accounts._listener = log
+        histories = [tokens_of(1, 130)]
+        for _ in range(40):
+            prompt = [*rng.choice(histories), *tokens_of(rng.randrange(2, 9), 20)][:700]
+            request_id = rig.submit(prompt, 3, hints=TapHints(explicit=(100,)), reuse=rng.random() < 0.9)
+            histories.append([*prompt, *continuation(prompt, 3)])
+            rig.now += 0.125
+            if rng.random() < 0.2:
+                rig.core.cancel({request_id})
+                rig.read()
+            elif rng.random() < 0.3:
+                rig.turn()
+                for lane in list(rig.core._lanes.values())[:1]:
+                    rig.spoil(rig.model.nan_slots, lane)
+            elif rng.random() < 0.3:
+                rig.run_dry()
+                rig.bench.land_all()
+                rig.bench.lose_device()
+        rig.run_dry()
+        totals = rig.core.accounts.totals
+    start, *requests = lines_of(path)
+    for line in (start, *requests):
+        validate(line)
+    assert log.written == len(requests) == totals.requests
+    assert sum(line["prompt_tokens"] for line in requests) == totals.prompt_tokens
+    assert sum(line["host_tokens"] for line in requests) == totals.host_tokens > 0
+    assert sum(line["device_tokens"] for line in requests) == totals.device_tokens > 0
+    assert sum(line["outcome"] == "failed" for line in requests) == totals.failed > 0
+    assert {"disabled", "not_admitted", None} <= {line["reason"] for line in requests}
+
+
+def test_no_token_and_no_namespace_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    secret, token = b"salt-of-a-tenant", 91
+    with RequestLog(path) as log:
+        rig = Rig(slabs=0)
+        rig.core.accounts._listener = log
+        rig.submit([token] * 90, 2, namespace=secret)
+        rig.run_dry()
+    text = path.read_text(encoding="utf-8")
+    assert secret.decode() not in text
+    assert str(token) not in re.sub(r'"(time|[a-z_]+_seconds)":[^,}]+', "", text)
+
+
+def test_runs_follow_each_other_in_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    for _ in range(2):
+        with RequestLog(path) as log:
+            log(a_record())
+            log.close()
+    assert [line["event"] for line in lines_of(path)] == ["start", "request"] * 2
+    assert not stat.S_IMODE(path.stat().st_mode) & 0o022
+
+
+@pytest.mark.parametrize("kind", ["folder", "missing folder", "full disk", "pipe without a reader"])
+def test_what_cannot_be_written_is_refused_at_start(tmp_path: Path, kind: str) -> None:
+    path = tmp_path
+    if kind == "missing folder":
+        path = tmp_path / "no" / "requests.jsonl"
+    elif kind == "full disk":
+        path = Path("/dev/full")
+    elif kind == "pipe without a reader":
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+    with pytest.raises(OptionError, match=f"the request log {path} must be writable, got: "):
+        RequestLog(path)
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """What a full disk does: writes go up to the limit and no further."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fills_up_costs_lines_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "requests.jsonl"
+    with RequestLog(path) as log:
+        log(a_record(1))
+        with largest_file(path.stat().st_size + 100):  # room for a part of the next line
+            log(a_record(2))
+            log(a_record(3))
+        log(a_record(4))
+    assert [line.get("request_id") for line in lines_of(path)] == [None, 1, 4]
+    assert (log.written, log.lost) == (2, 2)
+    assert len(caplog.records) == 1
+
+
+def test_a_reader_that_stops_does_not_stop_the_engine(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with RequestLog(path) as log:
+        for number in range(1000):  # far more than a pipe holds
+            log(a_record(number))
+    assert log.written > 10
+    assert log.lost > 10
+    text = b""
+    while piece := os.read(reader, 1 << 16):
+        text += piece
+    os.close(reader)
+    assert len([json.loads(line) for line in text.splitlines()]) == 1 + log.written
