@@ -564,6 +564,17 @@ def test_a_match_goes_on_saying_what_it_saw() -> None:
     assert len(seen) == 9, "most changes must show in a new match"
 
 
+def test_a_match_goes_on_saying_what_it_saw_when_the_path_itself_goes() -> None:
+    index = make()
+    driver = Driver(index)
+    for size in (4, 8, 12):
+        driver.run(list(range(size)), size)
+    match = index.match(index.prepare(range(13)))
+    before = said(match)
+    index.evict_device(2)
+    assert said(match) == before != said(index.match(match.prompt))
+
+
 def test_the_reason_is_about_what_lies_below_the_best_candidate() -> None:
     """A lost snapshot above the best one is no reason; one below it is."""
     index = make()

@@ -86,11 +86,12 @@ class _Facts:
         at = edge.start * scheme.block_bytes
         hashes = scheme.chain(hash_before(parent, scheme, parent.end), b"".join(edge.runs), edge.extras)
         require(len(hashes) == size, "tokens must fill the edge", len(hashes), size)
+        require(edge.keys[0] is not None, "an edge must know its key", edge.start)
         require(len(edge.runs) == len(edge.starts) == len(edge.keys), "every run needs a start and a key", edge.start)
         for run, start, key in zip(edge.runs, edge.starts, edge.keys, strict=True):
             require(start == at and len(run) % scheme.block_bytes == 0, "runs must follow each other", start, at)
             expected = hashes[at // scheme.block_bytes - edge.start]
-            require(key == expected, "a run's key must be the hash of its first block", key, expected)
+            require(key is None or key == expected, "a run's key must be the hash of its first block", key, expected)
             at += len(run)
         require(max(edge.dev, edge.host) == size, "every block must have a copy", edge.dev, edge.host, size)
         require(len(edge.pages) == edge.dev * pools, "pages must match the device length", len(edge.pages), edge.dev)

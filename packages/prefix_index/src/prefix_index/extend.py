@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from prefix_index.core import Core
 from prefix_index.lease import Lease
-from prefix_index.runs import agreement
+from prefix_index.nodes import Edge
+from prefix_index.prompt import BlockScheme
+from prefix_index.runs import agreement, hash_before
 from prefix_index.tree import common_extras
 from prefix_index.values import Extension
 
 Range = tuple[int, int]
 
 
-def block_hashes(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | None, count: int) -> Sequence[int]:
-    """Hashes of the blocks to commit: the prompt's own while the path follows the prompt, else computed."""
+def _follow_prompt(lease: Lease, tokens: bytes, count: int, width: int) -> None:
+    """Note how far the path is known to be the lease's prompt, whose hashes are known."""
     depth = lease._hold.depth
     prompt = lease._prompt
-    on_prompt = lease._along == depth and depth + count <= len(prompt._hashes)
-    if on_prompt and prompt._tokens.startswith(tokens, depth * core.tree.scheme.block_bytes):
+    whole = depth + count <= len(prompt._hashes)
+    if whole and lease._along == depth and prompt._tokens.startswith(tokens, depth * width):
         lease._along = depth + count
-        return prompt._hashes[depth : depth + count]
-    return core.tree.scheme.chain(lease._hash, tokens, extras)
 
 
 def extend(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | None, pages: list[int]) -> Extension:
@@ -35,7 +33,7 @@ def extend(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | No
     assert edge is not None
     at = hold.depth
     end = at + count
-    hashes = block_hashes(core, lease, tokens, extras, count)
+    _follow_prompt(lease, tokens, count, width)
     reattached: list[Range] = []
     duplicate: list[Range] = []
     done = 0
@@ -58,25 +56,37 @@ def extend(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | No
                 edge = core.split(edge, at)
             continue
         child = None
+        key = 0
         if edge.first is not None:
-            child = tree.find_child(edge, hashes[done], tokens, done * width, extras[done] if extras is not None else 0)
+            extra = extras[done] if extras is not None else 0
+            block = tokens[done * width : (done + 1) * width]
+            if edge.branch is not None:
+                key = _key(lease, edge, at, block, extra, tree.scheme)
+            child = tree.find_child(edge, key, block, extra)
         if child is None:
             break
         edge = child
     inserted = count - done
     if inserted:
         if done:
-            tokens, hashes, pages = tokens[done * width :], hashes[done:], pages[done * pools :]
+            tokens, pages = tokens[done * width :], pages[done * pools :]
             extras = extras[done:] if extras is not None and any(extras[done:]) else None
         if edge.first is None and edge.parent is not None:
-            tree.append(edge, tokens, extras, hashes, pages)
+            tree.append(edge, tokens, extras, lease._prompt._hashes[at] if at < lease._along else None, pages)
         else:
-            edge = tree.add_child(edge, tokens, extras, hashes, pages)
+            key = _key(lease, edge, at, tokens[:width], extras[0] if extras is not None else 0, tree.scheme)
+            edge = tree.add_child(edge, tokens, extras, key, pages)
         core.device_blocks += inserted
         core.inserted += inserted
-    lease._hash = hashes[-1]
     lease._hold = core.move(hold, edge, end)
     return Extension(((at, end),) if inserted else (), tuple(reattached), tuple(duplicate))
+
+
+def _key(lease: Lease, edge: Edge, depth: int, block: bytes, extra: int, scheme: BlockScheme) -> int:
+    """The hash of the block that comes after `edge`, at `depth`: the prompt's own, else chained from the path's."""
+    if depth < lease._along:
+        return lease._prompt._hashes[depth]
+    return scheme.hasher(hash_before(edge, scheme, depth), block, extra)
 
 
 def _note(ranges: list[Range], first: int, end: int) -> None:

@@ -218,8 +218,7 @@ class PrefixIndex:
         core.pin(hold)
         if snapshot is not None:
             core.pin_snapshot(snapshot)
-        hashed = prompt._hashes[depth - 1] if depth else core.tree.root(prompt._namespace).hashed
-        return Lease(self._owner, self._geometry.num_pools, prompt, hold, frontier, snapshot, hashed)
+        return Lease(self._owner, self._geometry.num_pools, prompt, hold, frontier, snapshot)
 
     def activate(self, lease: Lease) -> None:
         """The lane exists: count the hit and let go of the snapshot, whose image and tail the lane has copied.

@@ -16,7 +16,6 @@ class Lease:
         "_activated",
         "_along",
         "_chain",
-        "_hash",
         "_hold",
         "_owner",
         "_pools",
@@ -38,13 +37,11 @@ class Lease:
         hold: Hold,
         frontier: int,
         resumed: Snapshot | None,
-        hashed: int,
     ) -> None:
         self._owner = owner
         self._pools = pools
         self._prompt = prompt
         self._hold = hold
-        self._hash = hashed  # of the block above depth
         self._along = hold.depth  # blocks in which the path is known to equal the prompt
         self._resume_frontier = frontier
         self._resume_depth = hold.depth

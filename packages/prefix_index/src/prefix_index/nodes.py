@@ -59,8 +59,9 @@ class Edge(Walked):
     """A run of blocks [start, end) below `parent`; children hang at its end.
 
     Its tokens are `runs`, pieces of whole blocks; the run at place i begins at byte starts[i] of the whole path, and
-    its first block has the hash keys[i]. `snaps` are ordered by frontier, `wheres` has the `where` of each. Both grow
-    in place at their ends only; any other change puts new ones in their place, so that a match may keep what it saw.
+    its first block has the hash keys[i], None until somebody asks; the edge's own is always there. `snaps` are ordered
+    by frontier, `wheres` has the `where` of each. Both grow in place at their ends only; any other change puts new ones
+    in their place, so that a match may keep what it saw.
     """
 
     __slots__ = (
@@ -94,7 +95,7 @@ class Edge(Walked):
     twin: Edge | None
     holds: list[Hold] | None
     kept: list[Snapshot]
-    keys: array[int]
+    keys: list[int | None]
     pages: list[int]
     slabs: list[int]
     stamps: list[tuple[int, int]]
@@ -118,7 +119,7 @@ class Edge(Walked):
         self.extras = extras
         self.runs = []
         self.starts = array("Q")
-        self.keys = array("Q")
+        self.keys = []
         self.pages = []
         self.slabs = []
         self.stamps = []
@@ -133,7 +134,9 @@ class Edge(Walked):
     @property
     def key(self) -> int:
         """The hash of the first block."""
-        return self.keys[0]
+        key = self.keys[0]
+        assert key is not None
+        return key
 
 
 class Root(Edge):

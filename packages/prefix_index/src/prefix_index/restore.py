@@ -60,8 +60,7 @@ def _add_run(
     rows = [tables.blocks[row] for row in run]
     extras = tuple(row.extra for row in rows)
     tokens = b"".join(row.tokens for row in rows)
-    hashes = [row.block_hash for row in rows]
-    edge = core.tree.add_child(above, tokens, extras if any(extras) else None, hashes, [])
+    edge = core.tree.add_child(above, tokens, extras if any(extras) else None, rows[0].block_hash, [])
     hold_on_host(core, edge, [row.slab for row in rows])
     core.feed.stored(edge, Tier.HOST, edge.start, edge.end)
     edges.update(dict.fromkeys(run, edge))

@@ -2,23 +2,24 @@
 
     path bytes   |starts[0]                |starts[1]        |starts[2]
     runs         |...... 128 blocks .......|... 128 blocks ..|... 17 ...|
-    keys         |hash of its first block  |hash             |hash
+    keys         |hash of its first block  |hash, or None    |...
 
-A look-up compares piece after piece at its place in the prompt; hashes inside a piece are derived when somebody asks.
+A look-up compares piece after piece at its place in the prompt. Only children at a branch, events and tables need
+hashes: they are derived when somebody asks.
 Depths are absolute blocks of the path throughout.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from prefix_index.nodes import Edge, Root
 from prefix_index.prompt import BlockScheme
 
 
-def add_tokens(edge: Edge, scheme: BlockScheme, depth: int, tokens: bytes, hashes: Sequence[int]) -> None:
-    """Put whole blocks with these hashes, the first at `depth`, behind what `edge` has."""
+def add_tokens(edge: Edge, scheme: BlockScheme, depth: int, tokens: bytes, key: int | None) -> None:
+    """Put whole blocks behind what `edge` has, the first at `depth`; `key` is its hash where the caller knows it."""
     runs = edge.runs
     size = len(tokens)
     limit = scheme.run_bytes
@@ -29,7 +30,7 @@ def add_tokens(edge: Edge, scheme: BlockScheme, depth: int, tokens: bytes, hashe
     for first in range(0, size, limit):
         runs.append(tokens[first : first + limit])
         edge.starts.append(start + first)
-        edge.keys.append(hashes[first // scheme.block_bytes])
+        edge.keys.append(None if first else key)
 
 
 def cut_tokens(edge: Edge, scheme: BlockScheme, depth: int) -> None:
@@ -117,16 +118,23 @@ def common_blocks(left: bytes, left_at: int, right: bytes, right_at: int, limit:
 
 
 def hash_at(edge: Edge, scheme: BlockScheme, depth: int) -> int:
-    """The hash of the block at `depth` of `edge`, derived from the piece it lies in."""
-    position = depth * scheme.block_bytes
-    place = bisect_right(edge.starts, position) - 1
-    start = edge.starts[place]
-    if position == start:
-        return edge.keys[place]
-    between = edge.runs[place][scheme.block_bytes : position + scheme.block_bytes - start]
-    first = start // scheme.block_bytes + 1
-    extras = edge.extras[first - edge.start : depth + 1 - edge.start] if edge.extras is not None else None
-    return scheme.chain(edge.keys[place], between, extras)[-1]
+    """The hash of the block at `depth` of `edge`, chained from the next key above; passed pieces remember theirs."""
+    width = scheme.block_bytes
+    position = depth * width
+    starts = edge.starts
+    last = place = bisect_right(starts, position) - 1
+    while (known := edge.keys[place]) is None:
+        place -= 1
+    while True:
+        block = starts[place] // width  # whose hash is `known`
+        stop = starts[place + 1] // width if place < last else depth
+        if stop > block:
+            extras = edge.extras[block + 1 - edge.start : stop + 1 - edge.start] if edge.extras is not None else None
+            known = scheme.chain(known, tokens_between(edge, scheme, block + 1, stop + 1), extras)[-1]
+        if place == last:
+            return known
+        place += 1
+        edge.keys[place] = known
 
 
 def hash_before(edge: Edge, scheme: BlockScheme, depth: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 
 from prefix_index.nodes import Edge, Root
 from prefix_index.prompt import BlockScheme, namespace_hash
@@ -43,14 +42,11 @@ class Tree:
             root = self.roots[namespace] = Root(namespace, namespace_hash(namespace))
         return root
 
-    def find_child(self, edge: Edge, key: int, tokens: bytes, at: int, extra: int) -> Edge | None:
-        """The child of `edge` whose first block is the one at byte `at` of `tokens`. The key only narrows."""
+    def find_child(self, edge: Edge, key: int, block: bytes, extra: int) -> Edge | None:
+        """The child of `edge` that begins with this block. The key, its hash, only narrows, and only at a branch."""
         child = edge.first
-        if child is None:
-            return None
         if edge.branch is not None:
             child = edge.branch.get(key)
-        block = tokens[at : at + self.scheme.block_bytes]
         while child is not None:
             if child.runs[0].startswith(block) and (child.extras[0] if child.extras else 0) == extra:
                 return child
@@ -58,12 +54,13 @@ class Tree:
         return None
 
     def add_child(
-        self, parent: Edge, tokens: bytes, extras: tuple[int, ...] | None, hashes: Sequence[int], pages: list[int]
+        self, parent: Edge, tokens: bytes, extras: tuple[int, ...] | None, key: int, pages: list[int]
     ) -> Edge:
-        """A new edge at the end of `parent`, on the device if it has `pages`. Counts device units, not pins."""
+        """A new edge at the end of `parent`, on the device if it has `pages`; `key` is the hash of its first block.
+        Counts device units, not pins."""
         num_blocks = len(tokens) // self.scheme.block_bytes
         edge = Edge(parent, parent.end, parent.end + num_blocks, extras)
-        add_tokens(edge, self.scheme, edge.start, tokens, hashes)
+        add_tokens(edge, self.scheme, edge.start, tokens, key)
         self._link_last(parent, edge)
         if edge.prev is not None:
             self._into_branch(parent, edge)
@@ -121,13 +118,14 @@ class Tree:
             edge.next.prev = edge.prev
 
     def append(
-        self, edge: Edge, tokens: bytes, extras: tuple[int, ...] | None, hashes: Sequence[int], pages: list[int]
+        self, edge: Edge, tokens: bytes, extras: tuple[int, ...] | None, key: int | None, pages: list[int]
     ) -> None:
-        """Grow a leaf edge in place by whole blocks that are all on the device."""
+        """Grow a leaf edge in place by whole blocks that are all on the device; `key` is the hash of the first of them
+        where the caller knows it."""
         num_blocks = len(tokens) // self.scheme.block_bytes
         if edge.extras is not None or extras is not None:
             edge.extras = (edge.extras or (0,) * (edge.end - edge.start)) + (extras or (0,) * num_blocks)
-        add_tokens(edge, self.scheme, edge.end, tokens, hashes)
+        add_tokens(edge, self.scheme, edge.end, tokens, key)
         edge.pages += pages
         edge.dev += num_blocks
         edge.end += num_blocks
