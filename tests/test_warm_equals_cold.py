@@ -8,18 +8,21 @@ greedy tokens would prove nothing on a random model, so the last tests damage th
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import tiny_checkpoints
-from lanes import ForcingSampler, assert_same_predictions, run
+from lanes import ForcingSampler, assert_same_predictions, collect, run
 from qwen35_engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TapHints
+from qwen35_engine.cache import LaneMemory
+from qwen35_engine.memory import DeviceMemory
 
 VOCAB = tiny_checkpoints.BASE["vocab_size"]
-FIRST, FOLLOWING = 1, 2  # seeds, by which the sampler tells the turns apart
+FIRST, FOLLOWING, BESIDE = 1, 2, 3  # seeds, by which the sampler tells the turns apart
 ANSWER_TOKENS = 5
 
 
@@ -34,26 +37,32 @@ class Pair:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._rng = random.Random(13)
+        self.prepare: Callable[[Engine], None] = lambda _: None
         self.damage: Callable[[Engine], None] | None = None
 
     def tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(VOCAB) for _ in range(count)]
 
     def compare(self, frontier: int, positions: int, *, tap: bool) -> None:
-        """Resume at ``frontier``, from a tap or from the first turn's endpoint, and compare predictions."""
+        """Resume at ``frontier``, from a tap or from the first turn's endpoint, and compare predictions. In the warm
+        engine another conversation decodes beside the resumed turn."""
         length = frontier + 7 if tap else frontier + 1 - ANSWER_TOKENS
         prompt, answer = self.tokens(length), self.tokens(ANSWER_TOKENS)
         history = prompt[:frontier] if tap else [*prompt, *answer[:-1]]
         following = [*history, *self.tokens(self._rng.randint(1, 90))]
-        continuations = {FIRST: answer, FOLLOWING: self.tokens(positions)}
+        continuations = {FIRST: answer, FOLLOWING: self.tokens(positions), BESIDE: self.tokens(900)}
         predictions = []
         for reuse in (True, False):
             sampler = ForcingSampler(continuations, on_draw=self._on_draw if reuse else None)
             options = EngineOptions(threads=1, kv_capacity=2048, prefill_chunk=96, host_cache_mib=0, prefix_reuse=reuse)
             with Engine.from_folder(self._folder, options, sampler=sampler) as self._engine:
+                self.prepare(self._engine)
                 run(self._engine, turn(FIRST, prompt, ANSWER_TOKENS, (frontier,) if tap else ()))
+                beside = self._engine.submit(turn(BESIDE, self.tokens(70), 900)) if reuse else None
                 _, usage = run(self._engine, turn(FOLLOWING, following, positions))
                 assert usage.cached_tokens == (frontier if reuse else 0)
+                if beside is not None:
+                    beside.cancel()
             predictions.append(sampler.of(FOLLOWING))
         assert_same_predictions(*predictions)
 
@@ -155,9 +164,25 @@ def zero_conv_history(engine: Engine) -> None:
 def take_another_state(engine: Engine) -> None:
     """That of the snapshot the lane resumed from: right once, but tokens behind."""
     memory, slot, _ = resumed_lane(engine)
-    (lane,) = engine._worker._core._lanes.values()
-    assert lane.memory.lease is not None
-    memory.states[slot] = memory.states[lane.memory.lease.slot]
+    lane = lane_of(engine, FOLLOWING)
+    assert lane.lease is not None
+    memory.states[slot] = memory.states[lane.lease.slot]
+
+
+def swap_states(engine: Engine) -> None:
+    memory, slot, _ = resumed_lane(engine)
+    other = lane_of(engine, BESIDE).slot
+    for layer in range(memory.state_layout.num_layers):
+        recurrent = memory.state_layout.recurrent(memory.states, layer)
+        recurrent[[slot, other]] = recurrent[[other, slot]]
+
+
+def swap_conv_histories(engine: Engine) -> None:
+    memory, slot, _ = resumed_lane(engine)
+    other = lane_of(engine, BESIDE).slot
+    for layer in range(memory.state_layout.num_layers):
+        conv = memory.state_layout.conv(memory.states, layer)
+        conv[[slot, other]] = conv[[other, slot]]
 
 
 def zero_a_page(engine: Engine) -> None:
@@ -171,14 +196,34 @@ def take_another_page(engine: Engine) -> None:
     memory.pages[pages[0]] = memory.pages[pages[1]]
 
 
-def resumed_lane(engine: Engine):  # type: ignore[no-untyped-def]
-    (lane,) = engine._worker._core._lanes.values()
-    return engine._model._memory, lane.memory.slot, lane.memory.pages
+def swap_pages(engine: Engine) -> None:
+    memory, _, pages = resumed_lane(engine)
+    other = lane_of(engine, BESIDE).pages[0]
+    memory.pages[[pages[0], other]] = memory.pages[[other, pages[0]]]
+
+
+def lane_of(engine: Engine, seed: int) -> LaneMemory:
+    (lane,) = [lane for lane in engine._worker._core._lanes.values() if lane.job.seed == seed]
+    return lane.memory
+
+
+def resumed_lane(engine: Engine) -> tuple[DeviceMemory, int, list[int]]:
+    lane = lane_of(engine, FOLLOWING)
+    return engine._model._memory, lane.slot, lane.pages
 
 
 @pytest.mark.parametrize(
     "damage",
-    [zero_recurrent_state, zero_conv_history, take_another_state, zero_a_page, take_another_page],
+    [
+        zero_recurrent_state,
+        zero_conv_history,
+        zero_a_page,
+        swap_states,
+        swap_conv_histories,
+        swap_pages,
+        take_another_state,
+        take_another_page,
+    ],
     ids=lambda damage: damage.__name__,
 )
 def test_a_damaged_lane_is_seen(pair: Pair, damage: Callable[[Engine], None]) -> None:
@@ -192,3 +237,103 @@ def test_a_damaged_lane_is_seen(pair: Pair, damage: Callable[[Engine], None]) ->
     with pytest.raises(AssertionError, match="log-probabilities differ by"):
         pair.compare(140, 16, tap=False)
     assert damaged
+
+
+def test_a_state_taken_one_token_early_is_seen(pair: Pair) -> None:
+    """Every tap takes the state before its last token, and says it was after it."""
+    taken = []
+
+    def early(engine: Engine) -> None:
+        real = engine._model.prefill
+
+        def prefill(*, taps: Sequence[tuple[int, int]] = (), **arguments: Any) -> torch.Tensor:
+            taken.extend(taps)
+            return real(taps=[(position - 1, slot) for position, slot in taps], **arguments)
+
+        engine._model.prefill = prefill  # type: ignore[method-assign]
+
+    pair.prepare = early
+    with pytest.raises(AssertionError, match="log-probabilities differ by"):
+        pair.compare(101, 16, tap=True)
+    assert taken
+
+
+# ---- in bf16 ----------------------------------------------------------------------------------------------------
+
+CONVERSATIONS = 8
+POSITIONS = 256
+
+
+class Differences(NamedTuple):
+    """Between two runs, over the whole vocabulary at ``CONVERSATIONS * POSITIONS`` positions."""
+
+    mean: float
+    disagreement: float
+
+
+def differences(ours: list[torch.Tensor], reference: list[torch.Tensor]) -> Differences:
+    a, b = torch.cat(ours), torch.cat(reference)
+    assert len(a) == CONVERSATIONS * POSITIONS
+    return Differences((a - b).abs().mean().item(), (a.argmax(-1) != b.argmax(-1)).double().mean().item())
+
+
+class Conversations:
+    """Eight conversations of two turns in bf16, each with its own forced answers."""
+
+    def __init__(self, folder: Path) -> None:
+        rng = random.Random(17)
+
+        def tokens(count: int) -> list[int]:
+            return [rng.randrange(VOCAB) for _ in range(count)]
+
+        self._folder = folder
+        self._prompts = [tokens(rng.randint(100, 260)) for _ in range(CONVERSATIONS)]
+        self._answers = {100 + i: tokens(ANSWER_TOKENS) for i in range(CONVERSATIONS)}
+        self._forced = {200 + i: tokens(POSITIONS) for i in range(CONVERSATIONS)}
+        self._new = [tokens(rng.randint(1, 90)) for _ in range(CONVERSATIONS)]
+
+    def predictions(self, *, reuse: bool, chunk: int, lanes: int) -> list[torch.Tensor]:
+        """Of every second turn. With ``lanes`` above one they run at once."""
+        sampler = ForcingSampler(self._answers | self._forced)
+        options = EngineOptions(
+            threads=1,
+            kv_capacity=16_384,
+            prefill_chunk=chunk,
+            host_cache_mib=0,
+            prefix_reuse=reuse,
+            dtype="bfloat16",
+            max_concurrency=lanes,
+            device_snapshot_slots=16,
+        )
+        with Engine.from_folder(self._folder, options, sampler=sampler) as engine:
+            for i, prompt in enumerate(self._prompts):
+                run(engine, turn(100 + i, prompt, ANSWER_TOKENS))
+            streams = []
+            for i, prompt in enumerate(self._prompts):
+                following = [*prompt, *self._answers[100 + i], *self._new[i]]
+                streams.append(engine.submit(turn(200 + i, following, POSITIONS)))
+                if lanes == 1:
+                    collect(streams.pop())
+            for stream in streams:
+                _, usage = collect(stream)
+                assert (usage.cached_tokens > 0) == reuse
+        return [sampler.of(seed) for seed in self._forced]
+
+
+def test_in_bf16_warm_differs_from_cold_no_more_than_cold_from_cold_in_other_chunks(
+    folder: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Rounding to bf16 hides nothing larger: the yardstick is what another way of cutting the prompt changes.
+
+    Resumed turns that run together are held against cold ones that run alone."""
+    conversations = Conversations(folder)
+    cold = conversations.predictions(reuse=False, chunk=512, lanes=1)
+    # Chunks of whole blocks change no bit here, so the other way of cutting has to leave the grid.
+    yardstick = differences(conversations.predictions(reuse=False, chunk=33, lanes=1), cold)
+    warm = differences(conversations.predictions(reuse=True, chunk=512, lanes=CONVERSATIONS), cold)
+    for name, value in (("yardstick", yardstick), ("warm", warm)):
+        record_property(name, value)
+        print(f"{name}: mean |d log p| {value.mean:.2e}, argmax disagreement {value.disagreement:.2%}")
+    assert yardstick.mean > 0
+    assert warm.mean <= 1.5 * yardstick.mean
+    assert warm.disagreement <= 1.5 * yardstick.disagreement
