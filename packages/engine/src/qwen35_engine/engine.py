@@ -62,7 +62,6 @@ class Engine:
     Attributes:
         config: the model's shape.
         options: every choice in force.
-        ledger: where every byte went that the engine holds.
     """
 
     def __init__(
@@ -147,16 +146,13 @@ class Engine:
             max_waiting=self.options.max_pending,
             threads=options.threads,
         )
-        self.ledger = Ledger(
-            entries=(
-                LedgerEntry("weights", "device", bytes_of(weights)),
-                LedgerEntry("KV pages", "device", bytes_of(memory.pages)),
-                LedgerEntry("state slots", "device", bytes_of(memory.states)),
-                LedgerEntry("tables", "device", bytes_of(self._cache.block_tables, self._model.frequencies)),
-                LedgerEntry("Host slabs", "host", self._host.capacity_bytes if self._host is not None else 0),
-            ),
-            free_bytes=free_bytes(device),
-        )
+        self._device = device
+        self._parts = {
+            "weights": bytes_of(weights),
+            "KV pages": bytes_of(memory.pages),
+            "state slots": bytes_of(memory.states),
+            "tables": bytes_of(self._cache.block_tables, self._model.frequencies),
+        }
         self._worker.start()
 
     @classmethod
@@ -242,6 +238,19 @@ class Engine:
             unheard=worker.unheard,
             cache=self._cache.stats(),
             index=self._cache.index.stats(),
+        )
+
+    def ledger(self) -> Ledger:
+        """Where every byte went that the engine holds now. Only the workspace grows after the start, with the longest
+        chunk and the most lanes it has seen."""
+        device = self._parts | {"workspace": self._model.workspace_bytes}
+        slabs = self._host.capacity_bytes if self._host is not None else 0
+        return Ledger(
+            entries=(
+                *(LedgerEntry(what, "device", num_bytes) for what, num_bytes in device.items()),
+                LedgerEntry("Host slabs", "host", slabs),
+            ),
+            free_bytes=free_bytes(self._device),
         )
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The start-up ledger: where every byte went that the engine holds for as long as it lives."""
+"""The ledger: where every byte went that the engine holds for as long as it lives."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ class LedgerEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """What was taken at start and is never given back while the engine runs.
+    """What was taken and is not given back while the engine runs.
 
     Attributes:
         entries: each part once, the device's first.
-        free_bytes: what the device had left after all of it, for the passes themselves; None on a CPU, whose memory is
-            not the engine's alone.
+        free_bytes: what the device has left beside it; None on a CPU, whose memory is not the engine's alone.
     """
 
     entries: tuple[LedgerEntry, ...]

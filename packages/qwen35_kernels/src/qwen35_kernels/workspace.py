@@ -31,4 +31,5 @@ class Workspace:
 
     @property
     def num_bytes(self) -> int:
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+        """What it has grown to. May be asked while another thread takes."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in list(self._buffers.values()))

@@ -47,6 +47,11 @@ class Qwen35Model:
         )
 
     @property
+    def workspace_bytes(self) -> int:
+        """What the scratch buffers of its passes have grown to."""
+        return self._workspace.num_bytes
+
+    @property
     def vocab_size(self) -> int:
         return self._config.vocab_size
 
