@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from prefix_index.errors import InvalidArgument
@@ -52,8 +52,10 @@ class Quote:
     evict: int
 
 
-def plan_admission(demands: Sequence[Demand], pools: Sequence[PoolState], evictable: int) -> Quote:
-    """Try the sources in order; `evictable` counts what the index could give up now, each a page in every pool.
+def plan_admission(demands: Iterable[Demand], pools: Sequence[PoolState], evictable: int) -> Quote:
+    """Try the sources in order, up to the first that fits.
+
+    `evictable` counts what the index could give up now, each a page in every pool.
 
     A source needs entitlement - depth + restore pages of a pool. It fits when free pages and evictions cover that in
     every pool, its own path and tail not being evicted.

@@ -5,6 +5,7 @@ A quote is arithmetic and changes nothing; what can fail is found there, before 
 
 from __future__ import annotations
 
+from array import array
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import cast
@@ -122,7 +123,7 @@ class Admission:
             sources = rank_candidates(match.candidates, match.prompt.num_tokens, self._cost)
         pages = self._space.pages
         planned = plan_admission(
-            [ROOT if match is None else self._index.demand(match, source) for source in sources],
+            (ROOT if match is None else self._index.demand(match, source) for source in sources),
             [PoolState(total=pages.capacity, free=len(pages), entitlement=blocks)],
             self._index.stats().evictable_device_pages,
         )
@@ -267,5 +268,6 @@ class Admission:
             self._transfers.afterwards(lane.restore.ticket, give_back)
 
     def _write_table(self, lane: LaneMemory, begin: int) -> None:
-        pages = torch.tensor(lane.pages[begin:], dtype=torch.int64)
+        # A tensor made of a list of thousands looks at each number twice.
+        pages = torch.frombuffer(array("q", lane.pages[begin:]), dtype=torch.int64)
         self.block_tables[lane.row, begin : len(lane.pages)] = pages.to(self.block_tables.device)

@@ -33,12 +33,13 @@ def shortfall(index: PrefixIndex, match: Match, sources: Sequence[Candidate | No
     """
     source = sources[chosen]
     used = source.frontier if source is not None else 0
-    deeper = list(takewhile(lambda candidate: candidate.frontier > used, match.candidates))
-    if deeper:
+    best = match.best
+    if best is not None and best.frontier > used:
+        deeper = takewhile(lambda candidate: candidate.frontier > used, match.candidates)
         if all(candidate.filling for candidate in deeper):
             return MissReason.FILLING
         return MissReason.CAPACITY if chosen else MissReason.COST
-    if not match.candidates and not match.matched_blocks:
+    if best is None and not match.matched_blocks:
         empty = not index.holds(match.prompt.namespace)
         return MissReason.NAMESPACE if empty and index.stats().blocks else MissReason.NOT_CACHED
     return _OF_THE_INDEX[match.reason]
