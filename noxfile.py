@@ -90,7 +90,7 @@ def property(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Every package's benchmarks; one JSON object each."""
     install(session, *PACKAGES)
-    for module in ("prefix_index", "slab_pool", "qwen35_kernels"):
+    for module in ("prefix_index", "slab_pool", "qwen35_kernels", "qwen35_engine"):
         session.run("python", "-m", f"{module}.bench", *session.posargs)
 
 

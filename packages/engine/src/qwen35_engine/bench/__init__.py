@@ -1,0 +1,111 @@
+"""``python -m qwen35_engine.bench``: the engine's speed on this machine, as one JSON object.
+
+Every ratio is one of medians, the two sides having taken turns in one process, and is above 1 where ours is faster;
+``warm_ttft_ratio`` alone is our time over the other. ``"contended": true`` says that some times varied by more than
+30 % around their median, so that they tell more of the neighbours than of the engine. For that case the details hold
+the same ratios of processor times, which neighbours disturb less; they mean something on one thread only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .model import ModelBench, ModelSizes
+from .storage import StorageSizes, admission_times, restore_times
+from .timing import Times, percentile
+
+__all__ = ["FULL", "QUICK", "Sizes", "main", "measure"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    model: ModelSizes
+    storage: StorageSizes
+
+
+FULL = Sizes(
+    ModelSizes(prefill_turns=5, decode_turns=4, warm_turns=15),
+    StorageSizes(restores=30, admissions=1000),
+)
+QUICK = Sizes(
+    ModelSizes(prompt=1024, steps=16, history=1000, prefill_turns=2, decode_turns=1, warm_turns=3),
+    StorageSizes(restores=6, admissions=200),
+)
+
+
+def measure(sizes: Sizes, *, threads: int = 1) -> dict[str, Any]:
+    """Everything, as the object that is printed. Sets torch's number of threads.
+
+    Raises:
+        RuntimeError: transformers cannot be imported.
+    """
+    torch.set_num_threads(threads)
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = ModelBench(folder, sizes.model, threads=threads)
+        gc.collect()
+        gc.freeze()  # as `timeit` does without collections: one walks everything that torch and transformers hold
+        try:
+            result: dict[str, Any] = {
+                "prefill_ratio": model.prefill_ratio(),
+                "decode_1_ratio": model.decode_ratio(1),
+                "decode_8_ratio": model.decode_ratio(8),
+                "warm_ttft_ratio": model.warm_ttft_ratio(),
+                "step_overhead_us": model.step_overhead_us(1),
+            }
+            restores = restore_times(folder, sizes.storage, threads=threads)
+            admissions = admission_times(sizes.storage)
+        finally:
+            gc.unfreeze()
+    times = model.times | restores | {"admission": admissions}
+    result["restore_bandwidth_ratio"] = times["restore reference"].median / times["restore"].median
+    result["quote_stage_240k_p99_ms"] = percentile([each.wall for each in admissions.all], 0.99) * 1e3
+    return result | {
+        "threads": threads,
+        "load": load,
+        "contended": any(each.contended for each in times.values()),
+        "details": _details(times),
+    }
+
+
+def _details(times: dict[str, Times]) -> dict[str, Any]:
+    def ratio(name: str, side: str = "") -> float:
+        return times[f"{name} reference"].cpu_median / times[f"{name}{side}"].cpu_median
+
+    return {
+        "reference": f"transformers {version('transformers')}, torch {version('torch')}",
+        "median_ms": {name: each.median * 1e3 for name, each in times.items()},
+        "cpu_median_ms": {name: each.cpu_median * 1e3 for name, each in times.items()},
+        "cpu_time": {
+            "prefill_ratio": ratio("prefill"),
+            "decode_1_ratio": ratio("decode 1"),
+            "decode_8_ratio": ratio("decode 8"),
+            "warm_ttft_ratio": 1 / ratio("warm turn"),
+            "step_overhead_us": times["decode 1 outside the model"].cpu_median * 1e6,
+            "quote_stage_240k_p99_ms": percentile([each.cpu for each in times["admission"].all], 0.99) * 1e3,
+        },
+        "step_overhead_8_us": times["decode 8 outside the model"].median * 1e6,
+        "restore_scattered_ratio": times["restore reference"].median / times["restore scattered"].median,
+        "contended": [name for name, each in times.items() if each.contended],
+    }
+
+
+def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = print) -> None:
+    parser = argparse.ArgumentParser(prog="python -m qwen35_engine.bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="shorter prompts, few repeats: does it run at all?")
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads, of both sides (default 1)")
+    options = parser.parse_args(arguments)
+    result = measure(QUICK if options.quick else FULL, threads=options.threads)
+    write(json.dumps(result | {"quick": options.quick}, indent=2))

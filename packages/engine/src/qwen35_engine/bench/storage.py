@@ -1,0 +1,175 @@
+"""What moving and finding cached state costs the engine: a restore, and the admission of a very long prompt."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from prefix_index import Prompt, Readiness
+from qwen35_kernels import BLOCK_TOKENS, KVProfile, PageLayout, StateLayout
+
+from ..cache import LaneMemory, PrefixCache
+from ..engine import Engine
+from ..host import Image
+from ..memory import DeviceMemory
+from ..options import OUTPUT_WINDOW_TOKENS, EngineOptions
+from .timing import Spent, Times
+
+__all__ = ["StorageSizes", "admission_times", "restore_times"]
+
+_BUSY_TOKENS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageSizes:
+    """Lengths in tokens, and how often each is measured.
+
+    Attributes:
+        restored: of the sequence that comes back from the Host.
+        prompt: of the cached prompt that is admitted, in ``edges`` turns of a conversation.
+    """
+
+    restored: int = 16_384
+    prompt: int = 240_000
+    edges: int = 41
+    restores: int
+    admissions: int
+
+
+def restore_times(folder: Path, sizes: StorageSizes, *, threads: int) -> dict[str, Times]:
+    """A restore, layer by layer, and one contiguous copy of as many bytes, beside the same forward pass.
+
+    Pages and slabs are those that empty free lists hand out, and (``scattered``) every second one, shuffled.
+    """
+    blocks = sizes.restored // BLOCK_TOKENS
+    busy_blocks = _BUSY_TOKENS // BLOCK_TOKENS
+    options = EngineOptions(
+        device="cpu",
+        dtype="float32",
+        threads=threads,
+        max_context=BLOCK_TOKENS,
+        max_concurrency=1,
+        kv_capacity=(2 * blocks + busy_blocks) * BLOCK_TOKENS,
+        host_cache_mib=64 + blocks // 2,
+    )
+    times = {name: Times() for name in ("restore", "restore scattered", "restore reference")}
+    shuffled = random.Random(0)
+    with Engine.from_folder(folder, options) as engine:
+        # The engine has nothing to do; its parts are driven from here, the worker's thread being idle.
+        host, memory = engine._host, engine._model._memory
+        assert host is not None
+        slabs = host.acquire(2 * blocks)
+        image = Image(1, host.acquire(host.image_slabs))
+        places = {
+            "restore": (range(1, 1 + blocks), slabs[:blocks]),
+            "restore scattered": (
+                shuffled.sample(range(1, 1 + 2 * blocks), blocks),
+                shuffled.sample(slabs, blocks),
+            ),
+        }
+        for pages, held in places.values():
+            host.write(list(pages), held, [image], [])
+            host.drain()
+        num_bytes = blocks * memory.page_layout.page_bytes + memory.state_layout.image_bytes
+        source = torch.ones(num_bytes, dtype=torch.uint8)
+        destination = memory.pages.view(-1)[:num_bytes]
+
+        def copy(name: str) -> None:
+            if name in places:
+                pages, held = places[name]
+                host.restore(list(pages), held, image, []).ticket.result()
+            else:
+                destination.copy_(source)
+
+        order = list(times)
+        table = torch.arange(1 + 2 * blocks, 1 + 2 * blocks + busy_blocks)
+        with _passes(engine, table):
+            for turn in range(1 + sizes.restores):
+                for name in order:
+                    begin = Spent.now()
+                    copy(name)
+                    took = Spent.now() - begin
+                    if turn:
+                        times[name].all.append(took)
+                host.poll()
+                order.reverse()
+    return times
+
+
+@contextlib.contextmanager
+def _passes(engine: Engine, table: torch.Tensor) -> Iterator[None]:
+    """Forward passes of one short prompt on the pages of ``table``, one after the other, on a thread of their own."""
+    stop = threading.Event()
+    tokens = torch.arange(len(table) * BLOCK_TOKENS) % engine.config.vocab_size
+
+    def compute() -> None:
+        while not stop.is_set():
+            engine._model.prefill(tokens=tokens, base=0, block_table=table, slot=2)
+
+    thread = threading.Thread(target=compute, name="bench-passes", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def admission_times(sizes: StorageSizes) -> Times:
+    """Quote and start of a prompt whose every token but a block's is cached on the device: match, ranking, arithmetic,
+    pins, pages, block table, and the copy of one state."""
+    blocks = -(-sizes.prompt // BLOCK_TOKENS)
+    total_tokens = sizes.prompt + BLOCK_TOKENS + OUTPUT_WINDOW_TOKENS
+    memory = DeviceMemory(
+        page_layout=PageLayout(profile=KVProfile.FP32, num_layers=1, num_kv_heads=1, head_dim=16),
+        state_layout=StateLayout(
+            num_layers=6,
+            num_value_heads=4,
+            key_dim=64,
+            value_dim=64,
+            conv_channels=768,
+            conv_width=4,
+            conv_dtype=torch.float32,
+            hidden_size=256,
+            hidden_dtype=torch.float32,
+        ),
+        layers=[True] * 6 + [False],
+        num_pages=blocks + sizes.edges + 2 * (OUTPUT_WINDOW_TOKENS // BLOCK_TOKENS),
+        num_slots=4 + sizes.edges,
+        device=torch.device("cpu"),
+    )
+    context_blocks = -(-total_tokens // BLOCK_TOKENS)
+    cache = PrefixCache(
+        memory, max_concurrency=1, context_blocks=context_blocks, snapshot_slots=2 + sizes.edges, host=None
+    )
+    numbers = random.Random(0)
+    tokens = array("i", [numbers.randrange(248_320) for _ in range(sizes.prompt + BLOCK_TOKENS)])
+    for turn in range(1, 1 + sizes.edges):
+        end = sizes.prompt * turn // sizes.edges
+        quote = cache.quote(cache.index.prepare(tokens[:end]), total_tokens=end)
+        lane = cache.start(quote)
+        cache.finish(lane, tokens[:end], end)
+
+    def admit(prompt: Prompt) -> LaneMemory:
+        quote = cache.quote(prompt, total_tokens=total_tokens)
+        if quote.readiness is not Readiness.READY or quote.source is None or quote.source.frontier != sizes.prompt:
+            raise RuntimeError(f"the bench's prompt must resume at {sizes.prompt}, got {quote!r}")
+        return cache.start(quote)
+
+    times = Times()
+    for turn in range(1 + sizes.admissions):
+        prompt = cache.index.prepare(tokens[:])  # compared byte by byte, as those of a new request are
+        begin = Spent.now()
+        lane = admit(prompt)
+        took = Spent.now() - begin
+        cache.abandon(lane)
+        if turn:
+            times.all.append(took)
+    return times
