@@ -43,7 +43,10 @@ class Rig:
         max_taps: int = 2,
         ladder_tokens: int = 128,
         pending_timeout_seconds: float = 1000.0,
+        landing: bool = False,
     ) -> None:
+        """With ``landing`` every copy lands before the next turn."""
+        self._landing = landing
         self.bench = Bench(pages=pages, lanes=lanes, snapshots=snapshots, slabs=slabs)
         self.model = FakeModel(self.bench.memory)
         self.max_context = pages * 64
@@ -117,6 +120,8 @@ class Rig:
         self.model.broken_slots &= slots
         if self.model.next_error is not None:
             self.spoiled.update(self.open)
+        if self._landing:
+            self.bench.land_all()
         try:
             self.core.turn()
         except CopyFailed:
