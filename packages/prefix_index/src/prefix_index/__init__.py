@@ -25,10 +25,11 @@ from prefix_index.events import (
     Subscription,
 )
 from prefix_index.fills import Ticket
-from prefix_index.index import PrefixIndex, Publication
+from prefix_index.index import PrefixIndex
 from prefix_index.lease import Lease
 from prefix_index.match import Candidate, Candidates, Match, SnapshotHandle
 from prefix_index.prompt import Prompt, xxh3_block_hash
+from prefix_index.publish import Publication
 from prefix_index.stats import Stats
 from prefix_index.tables import BlockRow, HostRestorePlan, HostTables, SnapshotRow, plan_host_restore
 from prefix_index.taps import Tap, TapHints, TapLimits, TapSource, plan_taps

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefix_index.cost import CostModel
+from prefix_index.errors import InvalidArgument
 from prefix_index.nodes import Edge, Hold, Snapshot, pinned_device_blocks
 from prefix_index.order import kill
-from prefix_index.values import Freed, Pages, SnapshotKind
+from prefix_index.values import Freed, Pages, Pool, SnapshotKind
 
 if TYPE_CHECKING:
     from prefix_index.device import DeviceOrder
@@ -31,6 +33,36 @@ class Geometry:
     block_bytes: int
     image_bytes: int
     image_slabs: int
+
+    @classmethod
+    def checked(
+        cls,
+        block_tokens: int,
+        pools: Sequence[Pool],
+        snapshots: bool,
+        block_bytes: int,
+        image_bytes: int,
+        image_slabs: int,
+    ) -> Geometry:
+        """What `PrefixIndex` is made with, refused where it makes no sense."""
+        if not 1 <= block_tokens <= 4096:
+            raise InvalidArgument(f"PrefixIndex: block_tokens must be between 1 and 4096, got {block_tokens!r}")
+        if not pools:
+            raise InvalidArgument("PrefixIndex: at least one pool is needed, got none")
+        for pool in pools:
+            if pool.lag not in (0, 1):
+                raise InvalidArgument(f"PrefixIndex: a pool's lag must be 0 or 1, got {pool.lag!r}")
+        for name, value in (("block_bytes", block_bytes), ("image_bytes", image_bytes), ("image_slabs", image_slabs)):
+            if value < 1:
+                raise InvalidArgument(f"PrefixIndex: {name} must be positive, got {value!r}")
+        return cls(
+            block_tokens=block_tokens,
+            num_pools=len(pools),
+            lag=max(pool.lag for pool in pools) if snapshots else 0,
+            block_bytes=block_bytes,
+            image_bytes=image_bytes,
+            image_slabs=image_slabs,
+        )
 
     def depth(self, frontier: int) -> int:
         """Whole blocks below a snapshot at `frontier` that every pool has committed; the rest is its tail."""
@@ -113,15 +145,15 @@ class Core:
         """Register `hold` at its edge and pin the path above it."""
         edge = hold.edge
         assert edge is not None
-        before = pinned_device_blocks(edge)
-        if edge.holds is None:
-            edge.holds = [hold]
+        if edge.pins:
+            before = pinned_device_blocks(edge)
+            edge.holds = [*edge.holds, hold] if edge.holds is not None else [hold]
+            edge.pins += 1
+            newly = pinned_device_blocks(edge) - before
         else:
-            edge.holds.append(hold)
-        pins = edge.pins
-        edge.pins = pins + 1
-        newly = pinned_device_blocks(edge) - before
-        if not pins:
+            edge.holds = [hold]
+            edge.pins = 1
+            newly = min(hold.depth - edge.start, edge.dev)
             above = edge.parent
             while above is not None:
                 pins = above.pins
@@ -139,14 +171,15 @@ class Core:
         edge = hold.edge
         assert edge is not None
         assert edge.holds is not None
-        before = pinned_device_blocks(edge)
-        if len(edge.holds) == 1:
-            edge.holds = None
+        if edge.pins > 1:
+            before = pinned_device_blocks(edge)
+            edge.holds = [other for other in edge.holds if other is not hold] or None
+            edge.pins -= 1
+            freed = before - pinned_device_blocks(edge)
         else:
-            edge.holds.remove(hold)
-        edge.pins -= 1
-        freed = before - pinned_device_blocks(edge)
-        if not edge.pins:
+            edge.holds = None
+            edge.pins = 0
+            freed = min(hold.depth - edge.start, edge.dev)
             above = edge.parent
             while above is not None:
                 pins = above.pins = above.pins - 1
@@ -163,9 +196,13 @@ class Core:
     def move(self, hold: Hold, edge: Edge, depth: int) -> Hold:
         """Carry a hold deeper along its path: to `depth` inside `edge`, which is its own edge or lies below it."""
         if edge is hold.edge:
-            before = pinned_device_blocks(edge)
-            hold.depth = depth
-            self.pinned_blocks += pinned_device_blocks(edge) - before
+            if edge.pins > 1:
+                before = pinned_device_blocks(edge)
+                hold.depth = depth
+                self.pinned_blocks += pinned_device_blocks(edge) - before
+            else:
+                self.pinned_blocks += min(depth - edge.start, edge.dev) - min(hold.depth - edge.start, edge.dev)
+                hold.depth = depth
             return hold
         left = hold.edge
         assert left is not None
@@ -239,6 +276,22 @@ class Core:
                 self.pinned_tails -= 1
                 self.device.offer_tail(snapshot)
             self.worth.offer(snapshot)
+
+    def shield(self, snapshots: Sequence[Snapshot]) -> list[tuple[Hold, Snapshot]]:
+        """Pin snapshots and their paths until `unshield`."""
+        shields = []
+        for snapshot in snapshots:
+            assert snapshot.edge is not None
+            hold = Hold(snapshot.edge, snapshot.at)
+            self.pin(hold)
+            self.pin_snapshot(snapshot)
+            shields.append((hold, snapshot))
+        return shields
+
+    def unshield(self, shields: list[tuple[Hold, Snapshot]]) -> None:
+        for hold, snapshot in reversed(shields):
+            self.unpin_snapshot(snapshot)
+            self.unpin(hold)
 
     def stamp(self, edge: Edge, depth: int, tick: int) -> None:
         """Make the path to block `depth`, which lies in `edge`, the most recently released. O(edges)."""

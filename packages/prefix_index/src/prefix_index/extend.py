@@ -84,9 +84,11 @@ def extend(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | No
 
 def _key(lease: Lease, edge: Edge, depth: int, block: bytes, extra: int, scheme: BlockScheme) -> int:
     """The hash of the block that comes after `edge`, at `depth`: the prompt's own, else chained from the path's."""
+    hashes = lease._prompt._hashes
     if depth < lease._along:
-        return lease._prompt._hashes[depth]
-    return scheme.hasher(hash_before(edge, scheme, depth), block, extra)
+        return hashes[depth]
+    above = hashes[depth - 1] if 0 < depth == lease._along else hash_before(edge, scheme, depth)
+    return scheme.hasher(above, block, extra)
 
 
 def _note(ranges: list[Range], first: int, end: int) -> None:

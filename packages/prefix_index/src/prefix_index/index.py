@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from prefix_index import check as _check
 from prefix_index import digest as _digest
@@ -15,39 +13,29 @@ from prefix_index.core import Core, Geometry, Given
 from prefix_index.cost import CostModel
 from prefix_index.device import DeviceOrder
 from prefix_index.errors import (
-    ForeignHandle,
     InvalidArgument,
-    StaleHandle,
-    StaleMatch,
     WrongState,
-    WrongThread,
 )
 from prefix_index.events import Event, Feed, Listener, Subscription, state_events
 from prefix_index.extend import extend as _extend
 from prefix_index.fills import Ticket, abort, begin_blocks, begin_snapshot, held, land
+from prefix_index.guard import Guard
 from prefix_index.host import HostOrder
-from prefix_index.lease import Lease, path_of
+from prefix_index.lease import Lease
 from prefix_index.lineage import activate, supersede_below
-from prefix_index.lookup import find, note_filling, path_edge, spans
+from prefix_index.lookup import find, note_filling, spans
 from prefix_index.match import Candidate, Match, SnapshotHandle, Span
-from prefix_index.nodes import Edge, Hasher, Hold, Snapshot, pinned_end
+from prefix_index.nodes import Hasher
 from prefix_index.prompt import BlockScheme, Extras, Prompt, TokenInput, token_bytes, xxh3_block_hash
-from prefix_index.publish import publish
+from prefix_index.publish import Publication, publish
 from prefix_index.restore import restore
 from prefix_index.slots import SlotOrder
 from prefix_index.stats import Counters, Stats, gather
 from prefix_index.tables import HostTables, export
+from prefix_index.tenure import acquire, cancel, demand, handles, release, tell_stored
 from prefix_index.tree import Tree
 from prefix_index.values import Extension, Freed, Pages, Pool, SnapshotCopies, SnapshotKind, Tier, page_list
 from prefix_index.worth import Worth
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """What `publish` did. When not `created`, an equal snapshot was there: the caller keeps slot and pages."""
-
-    snapshot: SnapshotHandle
-    created: bool
 
 
 class PrefixIndex:
@@ -78,31 +66,12 @@ class PrefixIndex:
         block_hash: Hasher = xxh3_block_hash,
         check_thread: bool = True,
     ) -> None:
-        if not 1 <= block_tokens <= 4096:
-            raise InvalidArgument(f"PrefixIndex: block_tokens must be between 1 and 4096, got {block_tokens!r}")
-        if not pools:
-            raise InvalidArgument("PrefixIndex: at least one pool is needed, got none")
-        for pool in pools:
-            if pool.lag not in (0, 1):
-                raise InvalidArgument(f"PrefixIndex: a pool's lag must be 0 or 1, got {pool.lag!r}")
-        for name, value in (("block_bytes", block_bytes), ("image_bytes", image_bytes), ("image_slabs", image_slabs)):
-            if value < 1:
-                raise InvalidArgument(f"PrefixIndex: {name} must be positive, got {value!r}")
-        self._geometry = Geometry(
-            block_tokens=block_tokens,
-            num_pools=len(pools),
-            lag=max(pool.lag for pool in pools) if snapshots else 0,
-            block_bytes=block_bytes,
-            image_bytes=image_bytes,
-            image_slabs=image_slabs,
-        )
+        self._geometry = Geometry.checked(block_tokens, pools, snapshots, block_bytes, image_bytes, image_slabs)
         self._pools = tuple(pools)
         self._snapshots = snapshots
         self._scheme = BlockScheme(block_tokens, block_hash)
-        self._owner = object()
-        self._thread: int | None = None
-        self._check_thread = check_thread
         core = self._core = Core(self._geometry, cost or CostModel())
+        self._guard = Guard(core, check_thread)
         core.tree = Tree(self._scheme, len(pools))
         core.device = DeviceOrder(core)
         core.feed = Feed(core)
@@ -149,7 +118,7 @@ class PrefixIndex:
             raise InvalidArgument(f"match: the prompt must be prepared with this block size and hash, got {prompt!r}")
         match = Match.__new__(Match)
         core = self._core
-        match._owner = self._owner
+        match._owner = self._guard.owner
         match._epoch = core.epoch
         match._geometry = self._geometry
         match._prompt = prompt
@@ -162,27 +131,10 @@ class PrefixIndex:
 
     def demand(self, match: Match, candidate: Candidate | None) -> Demand:
         """What resuming from `candidate` takes, for `plan_admission`. Changes nothing. O(edges)."""
-        self._fresh("demand", match)
+        self._guard.match("demand", match)
         if candidate is None:
             return ROOT
-        depth = candidate._depth
-        own = 0
-        record = None
-        if candidate._record is None:
-            edge = path_edge(match, depth)
-        else:
-            record = self._candidate("demand", candidate)
-            assert record.edge is not None
-            edge = record.edge
-        restore = depth - min(held(edge, Tier.DEVICE), depth)
-        if record is not None and record.tail:
-            restore += record.tail_pages is None
-            own += record.tail_pages is not None and not record.pins
-        at: Edge | None = edge
-        while at is not None and pinned_end(at) < at.end:
-            own += max(0, min(at.start + at.dev, depth) - pinned_end(at))
-            at = at.parent
-        return Demand(depth, restore, own)
+        return demand(match, candidate._depth, self._guard.candidate("demand", candidate))
 
     # ------------------------------------------------------------------ leases
 
@@ -191,42 +143,19 @@ class PrefixIndex:
 
         Neither recency nor hits change before `activate` or `release`; `cancel` undoes it without a trace.
         Raises StaleMatch when the index has moved on since the match."""
-        self._enter("acquire")
-        core = self._core
-        if match._owner is not self._owner:
-            raise ForeignHandle("acquire: the match must be this index's own, got another's")
-        if match._epoch != core.epoch:
-            raise StaleMatch(
-                f"acquire: the match is of epoch {match._epoch}, the index is at {core.epoch}; match again"
-            )
-        prompt = match._prompt
-        snapshot: Snapshot | None = None
+        self._guard.enter("acquire")
+        self._guard.match("acquire", match)
         if candidate is None:
-            edge: Edge = core.tree.root(prompt._namespace)
-            depth = frontier = 0
-        elif candidate._record is not None:
-            snapshot = self._candidate("acquire", candidate)
-            assert snapshot.edge is not None
-            edge = snapshot.edge
-            depth = snapshot.at
-            frontier = snapshot.frontier
-        else:
-            depth = candidate._depth
-            frontier = depth * self._geometry.block_tokens
-            edge = path_edge(match, depth)
-        hold = Hold(edge, depth)
-        core.pin(hold)
-        if snapshot is not None:
-            core.pin_snapshot(snapshot)
-        return Lease(self._owner, self._geometry.num_pools, prompt, hold, frontier, snapshot)
+            return acquire(self._core, self._guard.owner, match, 0, None)
+        snapshot = self._guard.candidate("acquire", candidate)
+        return acquire(self._core, self._guard.owner, match, candidate._depth, snapshot)
 
     def activate(self, lease: Lease) -> None:
         """The lane exists: count the hit and let go of the snapshot, whose image and tail the lane has copied.
 
         The path stays pinned. Once per lease; its first `extend`, `supersede`, `publish` or its `release` does it where
         nobody did by name."""
-        self._enter("activate")
-        self._open("activate", lease)
+        self._guard.change("activate", lease)
         if lease._activated:
             raise WrongState(f"activate: a lease is activated once, got {lease!r} again")
         activate(self._core, lease)
@@ -238,8 +167,7 @@ class PrefixIndex:
         pages   one id per block, or one tuple of ids per block with several pools
         The pages of inserted and reattached blocks belong to the index now; those of duplicates stay with the caller.
         """
-        self._enter("extend")
-        self._open("extend", lease)
+        edge = self._guard.change("extend", lease)
         data = token_bytes("extend", tokens)
         width = self._scheme.block_bytes
         if len(data) % width:
@@ -248,8 +176,6 @@ class PrefixIndex:
             )
         num_blocks = len(data) // width
         flat = page_list("extend", pages, self._geometry.num_pools, num_blocks)
-        edge = lease._hold.edge
-        assert edge is not None
         depth = lease._hold.depth
         if edge.start + edge.dev < depth:
             raise WrongState(
@@ -264,42 +190,20 @@ class PrefixIndex:
         done = _extend(core, lease, data, extras, flat)
         if not core.feed.silent:
             for first, end in sorted((*done.inserted, *done.reattached)):
-                self._tell_stored(lease, first, end)
+                tell_stored(core, lease, first, end)
         return done
-
-    def _tell_stored(self, lease: Lease, first: int, end: int) -> None:
-        assert lease._hold.edge is not None
-        for edge in path_of(lease._hold.edge):
-            self._core.feed.stored(edge, Tier.DEVICE, max(first, edge.start), min(end, edge.end))
 
     def release(self, lease: Lease) -> None:
         """Unpin the lease's path, which becomes the most recently used, its deepest block the first of it to go."""
-        self._enter("release")
-        self._open("release", lease)
-        if not lease._activated:
-            activate(self._core, lease)
-        core = self._core
-        hold = lease._hold
-        edge = hold.edge
-        assert edge is not None
-        core.stamp(edge, hold.depth, core.tick())
-        core.unpin(hold)
-        core.tree.forget_if_empty(edge)
+        self._guard.change("release", lease)
+        release(self._core, lease)
 
     def cancel(self, lease: Lease) -> None:
         """Give back a lease that was not activated, neither by name nor by work: as if it had never been."""
-        self._enter("cancel")
-        self._open("cancel", lease)
+        self._guard.change("cancel", lease)
         if lease._activated:
             raise WrongState(f"cancel: the lease must not have been activated, got {lease!r}; release it")
-        core = self._core
-        hold = lease._hold
-        edge = hold.edge
-        assert edge is not None
-        if lease._resumed is not None:
-            core.unpin_snapshot(lease._resumed)
-        core.unpin(hold)
-        core.tree.forget_if_empty(edge)
+        cancel(self._core, lease)
 
     # ------------------------------------------------------------------ snapshots
 
@@ -307,8 +211,7 @@ class PrefixIndex:
         """Supersede now what a publication at `frontier` would, so that its slot can come from its own lineage.
 
         `publish` does the same; calling this first only decides who `claim_slot` meets."""
-        self._enter("supersede")
-        self._open("supersede", lease)
+        self._guard.change("supersede", lease)
         if frontier > lease._resume_frontier:
             if not lease._activated:
                 activate(self._core, lease)
@@ -316,7 +219,7 @@ class PrefixIndex:
 
     def worth(self, lease: Lease, frontier: int) -> float:
         """What a snapshot at `frontier` would be worth if published now: the claim for its slot or slabs."""
-        self._open("worth", lease)
+        self._guard.lease("worth", lease)
         return self._core.worth.estimate(lease._published, frontier)
 
     def publish(
@@ -336,8 +239,7 @@ class PrefixIndex:
         tail_pages  the tail's own page, one id per pool; exactly when there is a tail
         Supersedes what the lineage leaves behind. An equal snapshot is refreshed instead: the caller keeps its handles.
         """
-        self._enter("publish")
-        self._open("publish", lease)
+        self._guard.change("publish", lease)
         if not self._snapshots:
             raise WrongState("publish: the index must be made with snapshots=True, got one without")
         snapshot, created = publish(
@@ -347,7 +249,7 @@ class PrefixIndex:
             self._counts.published += 1
         else:
             self._counts.duplicates += 1
-        return Publication(SnapshotHandle(self._owner, snapshot), created)
+        return Publication(SnapshotHandle(self._guard.owner, snapshot), created)
 
     # ------------------------------------------------------------------ copies on their way
 
@@ -366,64 +268,48 @@ class PrefixIndex:
         a snapshot, Tier.HOST    image_slabs slabs for the image and one more for a tail
         a snapshot, Tier.DEVICE  one page per pool for a tail that is only on the Host, and/or `slot` for the image
         """
-        self._enter("begin_fill")
+        self._guard.enter("begin_fill")
         if isinstance(what, SnapshotHandle):
-            record = self._record("begin_fill", what)
-            return begin_snapshot(self._core, self._owner, record, tier, tuple(handles), slot)
-        self._open("begin_fill", what)
+            record = self._guard.snapshot("begin_fill", what)
+            return begin_snapshot(self._core, self._guard.owner, record, tier, tuple(handles), slot)
+        self._guard.lease("begin_fill", what)
         if slot is not None:
             raise InvalidArgument(f"begin_fill: a slot goes with a snapshot, got a lease and slot {slot!r}")
-        return begin_blocks(self._core, self._owner, what._hold, tier, handles)
+        return begin_blocks(self._core, self._guard.owner, what._hold, tier, handles)
 
     def land(self, ticket: Ticket) -> None:
         """The copies of `ticket` have arrived: they are resident, and its pins end."""
-        self._enter("land")
-        self._flying("land", ticket)
+        self._guard.enter("land")
+        self._guard.ticket("land", ticket)
         land(self._core, ticket)
 
     def abort(self, ticket: Ticket) -> Freed:
         """Undo a fill and return its handles, deepest first. The latest fill of a path is undone first.
 
         Raises AbortTooLate once something was committed or filled below it: then only the engine's end is left."""
-        self._enter("abort")
-        self._flying("abort", ticket)
+        self._guard.enter("abort")
+        self._guard.ticket("abort", ticket)
         return abort(self._core, ticket).freeze()
 
     def held(self, lease: Lease, tier: Tier) -> int:
         """How many blocks of the lease's path the tier holds, filling ones included. O(edges)."""
-        self._open("held", lease)
-        assert lease._hold.edge is not None
-        return min(held(lease._hold.edge, tier), lease._hold.depth)
+        return min(held(self._guard.lease("held", lease), tier), lease._hold.depth)
 
     def handles(self, lease: Lease, tier: Tier, first: int, end: int) -> tuple[Pages, ...]:
         """The handles of blocks [first, end) of the lease's path in `tier`, filling ones included. O(edges + blocks).
 
         Raises InvalidArgument unless the tier holds all of them."""
-        self._open("handles", lease)
-        if not 0 <= first <= end <= (there := self.held(lease, tier)):
-            raise InvalidArgument(
-                f"handles: blocks must lie in the {there} held on the {tier.value}, got [{first}, {end})"
-            )
-        edge = lease._hold.edge
-        assert edge is not None
-        pools = self._geometry.num_pools if tier is Tier.DEVICE else 1
-        joined: list[int] = []
-        for part in path_of(edge):
-            if part.end > first and part.start < end:
-                held = part.pages if tier is Tier.DEVICE else part.slabs
-                joined += held[max(0, first - part.start) * pools : (end - part.start) * pools]
-        if pools == 1:
-            return tuple(joined)
-        return tuple(tuple(joined[i : i + pools]) for i in range(0, len(joined), pools))
+        edge = self._guard.lease("handles", lease)
+        return handles(edge, tier, self._geometry.num_pools, first, end, self.held(lease, tier))
 
     def copies(self, snapshot: SnapshotHandle) -> SnapshotCopies:
         """Where a snapshot's image and tail lie now, filling copies included."""
-        record = self._record("copies", snapshot)
+        record = self._guard.snapshot("copies", snapshot)
         return SnapshotCopies(record.slot, record.tail_pages or (), record.slabs or ())
 
     def value(self, snapshot: SnapshotHandle) -> float:
         """H of a retained snapshot: the claim for a Host copy of it. -inf for a superseded one."""
-        record = self._record("value", snapshot)
+        record = self._guard.snapshot("value", snapshot)
         if record.superseded:
             return -math.inf
         self._core.worth.flush()
@@ -441,14 +327,14 @@ class PrefixIndex:
         protect      snapshots whose path and tail stay where they are
         backed_only  stop before anything would lose its last copy, and give up fewer
         """
-        self._enter("evict_device")
+        self._guard.enter("evict_device")
         if num_blocks < 0:
             raise InvalidArgument(f"evict_device: num_blocks must not be negative, got {num_blocks!r}")
         core = self._core
         given = Given()
-        shields = self._shield("evict_device", protect)
+        shields = core.shield([self._guard.snapshot("evict_device", handle) for handle in protect])
         self._counts.device_evictions += core.device.evict(num_blocks, given, backed_only)
-        self._unshield(shields)
+        self._core.unshield(shields)
         return given.freeze()
 
     def evict_host(self, num_slabs: int, protect: Iterable[SnapshotHandle] = (), claim: float = math.inf) -> Freed:
@@ -457,13 +343,13 @@ class PrefixIndex:
         Dead blocks first, then the longest superseded snapshot, then the retained one worth least. What it gave up
         before it had to stop stays given up: compare `len(freed.slabs)`.
         """
-        self._enter("evict_host")
+        self._guard.enter("evict_host")
         if num_slabs < 0:
             raise InvalidArgument(f"evict_host: num_slabs must not be negative, got {num_slabs!r}")
         given = Given()
-        shields = self._shield("evict_host", protect)
+        shields = self._core.shield([self._guard.snapshot("evict_host", handle) for handle in protect])
         self._core.host.evict(num_slabs, claim, given)
-        self._unshield(shields)
+        self._core.unshield(shields)
         self._counts.host_evictions += len(given.slabs)
         return given.freeze()
 
@@ -471,7 +357,7 @@ class PrefixIndex:
         """Free one snapshot slot for an image worth `claim`, or None when every owner is pinned or worth more.
 
         A snapshot without a Host copy is lost with its slot; the pages of its tail are returned too."""
-        self._enter("claim_slot")
+        self._guard.enter("claim_slot")
         given = Given()
         if not self._core.slots.claim(claim, given):
             return None
@@ -480,7 +366,7 @@ class PrefixIndex:
 
     def clear(self, namespace: bytes | None = None) -> Freed:
         """Forget a namespace, or everything. Refused while a lease or a fill pins any of it."""
-        self._enter("clear")
+        self._guard.enter("clear")
         core = self._core
         roots = list(core.tree.roots.values()) if namespace is None else [core.tree.roots.get(namespace)]
         chosen = [root for root in roots if root is not None]
@@ -501,7 +387,7 @@ class PrefixIndex:
         """Take exported rows back, Host-only and without evicting anything. Into an empty index only.
 
         The rows' slabs are the caller's, filled with their bytes (see `with_slabs`). Bad tables change nothing."""
-        self._enter("restore")
+        self._guard.enter("restore")
         restore(self._core, tables)
 
     # ------------------------------------------------------------------ observing
@@ -534,60 +420,4 @@ class PrefixIndex:
 
     def hand_over(self) -> None:
         """Let another thread be the mutator from its next call on."""
-        self._thread = None
-
-    # ------------------------------------------------------------------ checks every verb shares
-
-    def _enter(self, op: str) -> None:
-        if self._check_thread:
-            me = threading.get_ident()
-            if self._thread != me:
-                if self._thread is not None:
-                    raise WrongThread(f"{op}: only thread {self._thread} may change the index, got thread {me}")
-                self._thread = me
-
-    def _fresh(self, op: str, match: Match) -> None:
-        if match._owner is not self._owner:
-            raise ForeignHandle(f"{op}: the match must be this index's own, got another's")
-        if match._epoch != self._core.epoch:
-            raise StaleMatch(f"{op}: the match must be of epoch {self._core.epoch}, got {match._epoch}; match again")
-
-    def _open(self, op: str, lease: Lease) -> None:
-        if lease._owner is not self._owner:
-            raise ForeignHandle(f"{op}: the lease must be this index's own, got another's")
-        if lease._hold.edge is None:
-            raise StaleHandle(f"{op}: the lease must be open, got {lease!r}")
-
-    def _record(self, op: str, handle: SnapshotHandle) -> Snapshot:
-        if handle._owner is not self._owner:
-            raise ForeignHandle(f"{op}: the snapshot must be this index's own, got another's")
-        if handle._record.edge is None:
-            raise StaleHandle(f"{op}: the snapshot must still exist, got {handle!r}")
-        return handle._record
-
-    def _candidate(self, op: str, candidate: Candidate) -> Snapshot:
-        handle = candidate.snapshot
-        assert handle is not None
-        return self._record(op, handle)
-
-    def _flying(self, op: str, ticket: Ticket) -> None:
-        if ticket._owner is not self._owner:
-            raise ForeignHandle(f"{op}: the ticket must be this index's own, got another's")
-        if ticket._hold.edge is None:
-            raise StaleHandle(f"{op}: the fill must be in flight, got {ticket!r}")
-
-    def _shield(self, op: str, protect: Iterable[SnapshotHandle]) -> list[tuple[Hold, Snapshot]]:
-        records = [self._record(op, handle) for handle in protect]
-        shields = []
-        for snapshot in records:
-            assert snapshot.edge is not None
-            hold = Hold(snapshot.edge, snapshot.at)
-            self._core.pin(hold)
-            self._core.pin_snapshot(snapshot)
-            shields.append((hold, snapshot))
-        return shields
-
-    def _unshield(self, shields: list[tuple[Hold, Snapshot]]) -> None:
-        for hold, snapshot in reversed(shields):
-            self._core.unpin_snapshot(snapshot)
-            self._core.unpin(hold)
+        self._guard.leave()

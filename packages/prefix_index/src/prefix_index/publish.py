@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from prefix_index.core import Core, anchor
 from prefix_index.errors import InvalidArgument, WrongState
 from prefix_index.fills import held
 from prefix_index.lease import Lease
 from prefix_index.lineage import activate, join, supersede_below
+from prefix_index.match import SnapshotHandle
 from prefix_index.nodes import DEVICE_IMAGE, DEVICE_TAIL, Edge, Snapshot, place_for
 from prefix_index.prompt import TOKEN_BYTES
 from prefix_index.tree import starts_with
 from prefix_index.values import SnapshotKind, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What `publish` did. When not `created`, an equal snapshot was there: the caller keeps slot and pages."""
+
+    snapshot: SnapshotHandle
+    created: bool
 
 
 def publish(

@@ -10,13 +10,21 @@ Which of two snapshots lies above the other is decided by tokens alone; this is 
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left
 
 from prefix_index.core import Core, Given
-from prefix_index.nodes import DEVICE_IMAGE, DEVICE_TAIL, HOST, Edge, Root, Snapshot, place_for, place_of, root_of
+from prefix_index.kin import exclusive_blocks, heir, is_above, nearest_retained, neighbour
+from prefix_index.nodes import (
+    DEVICE_IMAGE,
+    DEVICE_TAIL,
+    HOST,
+    KIND_SHIFT,
+    Edge,
+    Snapshot,
+    place_for,
+    place_of,
+)
 from prefix_index.order import kill
-from prefix_index.prompt import BlockScheme
-from prefix_index.tree import starts_with
 
 
 class Worth:
@@ -50,10 +58,11 @@ class Worth:
         else:
             edge.snaps = [*snaps[:place], snapshot, *snaps[place:]]
             edge.wheres = edge.wheres[:place] + bytes((snapshot.where,)) + edge.wheres[place:]
-        if edge.lost is not None and snapshot.at in edge.lost:
-            edge.lost = [at for at in edge.lost if at != snapshot.at] or None
-        core.kinds[snapshot.kind] += 1
-        core.feed.published(snapshot)
+        if edge.lost is not None:
+            self._note_lost(edge, snapshot.at, False)
+        core.kinds[snapshot.where >> KIND_SHIFT] += 1
+        if not core.feed.silent:
+            core.feed.published(snapshot)
         snapshot.base = core.inflation
         snapshot.hit_tick = core.tick()
         at: Edge | None = edge
@@ -110,14 +119,12 @@ class Worth:
         edge = snapshot.edge
         assert edge is not None
         self.lost += 1
-        core.feed.dropped(snapshot)
+        if not core.feed.silent:
+            core.feed.dropped(snapshot)
         if not snapshot.superseded:
             self._unretain(snapshot)
         self._dirty.pop(snapshot, None)
-        if edge.lost is None:
-            edge.lost = [snapshot.at]
-        elif snapshot.at not in edge.lost:
-            insort(edge.lost, snapshot.at)
+        self._note_lost(edge, snapshot.at, True)
         at: Edge | None = edge
         while at is not None:
             at.live -= 1
@@ -140,11 +147,25 @@ class Worth:
         snapshot.companion = snapshot.successor = snapshot.edge = None
         snapshot.slot = snapshot.slabs = None
         snapshot.where &= ~(DEVICE_IMAGE | DEVICE_TAIL | HOST)
-        core.kinds[snapshot.kind] -= 1
+        core.kinds[snapshot.where >> KIND_SHIFT] -= 1
         core.epoch += 1
         if core.host_blocks:
             core.host.offer_path(edge)
         core.tree.forget_if_empty(edge)
+
+    def _note_lost(self, edge: Edge, depth: int, lost: bool) -> None:
+        """Whether the latest snapshot that stood on `depth` blocks is gone."""
+        lost_at = edge.lost
+        if lost_at is None:
+            lost_at = edge.lost = []
+        place = bisect_left(lost_at, depth)
+        there = place < len(lost_at) and lost_at[place] == depth
+        if lost and not there:
+            lost_at.insert(place, depth)
+        elif there and not lost:
+            del lost_at[place]
+        if not lost_at:
+            edge.lost = None
 
     def drop_slot(self, snapshot: Snapshot, given: Given) -> None:
         """Take the device slot from a snapshot that keeps its Host copy."""
@@ -173,7 +194,9 @@ class Worth:
         tree = self._core.tree
         edge = snapshot.edge
         assert edge is not None
-        edge.kept.insert(place_for(edge.kept, snapshot.frontier), snapshot)
+        kept = edge.kept
+        place = place_for(kept, snapshot.frontier)
+        kept.insert(place, snapshot)
         at: Edge | None = edge
         while at is not None:
             at.units += 1
@@ -182,13 +205,13 @@ class Worth:
             if at.parent is not None:
                 tree.move_to_front(at)
             at = at.parent
-        self._mark(_neighbour(snapshot))  # whoever was alone where they meet is not any more
-        above = _nearest_retained(snapshot, tree.scheme)
+        self._mark(neighbour(snapshot, place))  # whoever was alone where they meet is not any more
+        above = nearest_retained(snapshot, place, tree.scheme)
         snapshot.anc = above
         if above.deps is None:
             above.deps = {}
-        elif edge.kept[-1] is not snapshot or edge.units > len(edge.kept):
-            below = [other for other in above.deps if _is_above(snapshot, other, tree.scheme)]
+        elif place + 1 < len(kept) or edge.units > len(kept):
+            below = [other for other in above.deps if is_above(snapshot, other, tree.scheme)]
             if below:
                 snapshot.deps = dict.fromkeys(below)
                 for other in below:
@@ -205,21 +228,22 @@ class Worth:
         assert edge is not None
         assert above is not None
         assert above.deps is not None
-        self._mark(_neighbour(snapshot))  # whoever remains is alone there now
+        place = place_of(edge.kept, snapshot)
+        self._mark(neighbour(snapshot, place))  # whoever remains is alone there now
         del above.deps[snapshot]
         if snapshot.deps:
-            heir = _heir(snapshot, above)
-            if heir.deps is None:
-                heir.deps = {}
+            next_above = heir(snapshot, above)
+            if next_above.deps is None:
+                next_above.deps = {}
             for other in snapshot.deps:
-                other.anc = heir
-                heir.deps[other] = None
+                other.anc = next_above
+                next_above.deps[other] = None
                 self._dirty[other] = None
         if not above.deps:
             above.deps = None
         snapshot.anc = snapshot.deps = None
         self._dirty.pop(snapshot, None)
-        del edge.kept[place_of(edge.kept, snapshot)]
+        del edge.kept[place]
         at: Edge | None = edge
         while at is not None:
             at.units -= 1
@@ -248,7 +272,7 @@ class Worth:
         geometry = self._core.geometry
         cost = self._core.cost
         assert snapshot.anc is not None
-        exclusive = _exclusive_blocks(snapshot)
+        exclusive = exclusive_blocks(snapshot)
         if snapshot.tail:
             exclusive += 1
         size = max(1, geometry.image_bytes + exclusive * geometry.block_bytes)
@@ -267,114 +291,3 @@ class Worth:
         size = max(1, geometry.image_bytes + blocks * geometry.block_bytes)
         saved = cost.prefill_seconds(above, frontier - above) - cost.restore_seconds(geometry.image_bytes)
         return self._core.inflation + max(0.0, saved) / size
-
-
-def _exclusive_blocks(snapshot: Snapshot) -> int:
-    """How many blocks of its path lead to no other retained snapshot. O(edges among them)."""
-    edge = snapshot.edge
-    assert edge is not None
-    kept = edge.kept
-    if kept[-1] is not snapshot or edge.units > len(kept):
-        return 0
-    above = len(kept) - 1
-    depth = snapshot.at
-    while not above and edge.parent is not None and edge.parent.units == len(edge.parent.kept) + 1:
-        edge = edge.parent
-        kept = edge.kept
-        above = len(kept)
-    return depth - (kept[above - 1].at if above else edge.start)
-
-
-def _neighbour(snapshot: Snapshot) -> Snapshot | None:
-    """The one other retained snapshot at or below the deepest block that `snapshot` shares with any; None when several
-    share it."""
-    edge = snapshot.edge
-    assert edge is not None
-    kept = edge.kept
-    place = first = place_of(kept, snapshot)
-    while first and kept[first - 1].at == snapshot.at:
-        first -= 1
-    others = len(kept) - first - 1
-    children = edge.units - len(kept)
-    came_from: Edge | None = None
-    while not others and not children:
-        if first:
-            deepest = kept[first - 1]
-            return None if first > 1 and kept[first - 2].at == deepest.at else deepest
-        if edge.parent is None:
-            return None
-        came_from, edge = edge, edge.parent
-        kept = edge.kept
-        first = place = len(kept)
-        while first and kept[first - 1].at == edge.end:
-            first -= 1
-        others = len(kept) - first
-        children = edge.units - len(kept) - 1
-    if others + children > 1:
-        return None
-    if others:
-        return kept[first] if place != first else kept[first + 1]
-    child = edge.first
-    return _sole(child.next if child is came_from and child is not None else child)
-
-
-def _sole(edge: Edge | None) -> Snapshot | None:
-    """The one retained snapshot in or below `edge`; None when there are several. Children with units come first."""
-    while edge is not None and edge.units == 1:
-        if edge.kept:
-            return edge.kept[0]
-        edge = edge.first
-    return None
-
-
-def _nearest_retained(snapshot: Snapshot, scheme: BlockScheme) -> Snapshot | Root:
-    """The deepest retained snapshot whose prefix is a proper prefix of this one's, else the root."""
-    edge = snapshot.edge
-    assert edge is not None
-    kept = edge.kept
-    below: Edge | None = None
-    place = place_of(kept, snapshot)
-    while True:
-        while place:
-            place -= 1
-            other = kept[place]
-            if other.at < snapshot.at:
-                if starts_with(edge, scheme, other.at, below, other.tail):
-                    return other
-            elif other.frontier < snapshot.frontier and snapshot.tail.startswith(other.tail):
-                return other
-        if edge.parent is None:
-            return root_of(edge)
-        below, edge = edge, edge.parent
-        kept = edge.kept
-        place = len(kept)
-
-
-def _heir(snapshot: Snapshot, above: Snapshot | Root) -> Snapshot | Root:
-    """Who is nearest above the dependents of `snapshot` without it: one that differs in its tail's extra only, or
-    `above`."""
-    assert snapshot.edge is not None
-    kept = snapshot.edge.kept
-    place = place_for(kept, snapshot.frontier)
-    while place and kept[place - 1].frontier == snapshot.frontier:
-        place -= 1
-        if kept[place] is not snapshot and kept[place].tail == snapshot.tail:
-            return kept[place]
-    return above
-
-
-def _is_above(snapshot: Snapshot, other: Snapshot, scheme: BlockScheme) -> bool:
-    """Whether `snapshot` lies on the path of `other`, strictly above it."""
-    target = snapshot.edge
-    edge = other.edge
-    assert target is not None
-    assert edge is not None
-    if edge is target and other.at <= snapshot.at:
-        tail = snapshot.tail
-        return other.at == snapshot.at and len(tail) < len(other.tail) and other.tail.startswith(tail)
-    below: Edge | None = None
-    while edge is not target:
-        if edge.parent is None or edge.start < target.end:
-            return False
-        below, edge = edge, edge.parent
-    return starts_with(target, scheme, snapshot.at, below, snapshot.tail)
