@@ -21,7 +21,8 @@ from qwen35_engine import (
     TokenStream,
     Usage,
 )
-from qwen35_engine.core import Core, Job
+from qwen35_engine.core import Core
+from qwen35_engine.lane import Job
 from qwen35_engine.options import EffectiveOptions
 from qwen35_engine.sampling import KernelSampler
 from slab_pool import CopyFailed

@@ -261,7 +261,7 @@ def test_a_restore_that_would_take_longer_than_computing() -> None:
     ask(rig, prompt)
     rig.bench.land_all()
     rig.bench.lose_device()
-    rig.bench.cache._admission._cost = CostModel(bytes_per_second=1.0)
+    rig.bench.cache._quoter._cost = CostModel(bytes_per_second=1.0)
     assert ask(rig, following) == Reuse(matched_tokens=128, reason=MissReason.COST)
 
 

@@ -14,7 +14,6 @@ from lanes import run
 from qwen35_engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from qwen35_engine.ledger import bytes_of
 
-
 ASK = GenerationRequest(tokens=[1] * 200, max_tokens=3, sampling=SamplingParams(temperature=0))
 
 

@@ -12,45 +12,34 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from prefix_index import (
-    Prompt,
-    Readiness,
-    Sibling,
-    SnapshotKind,
-    Tap,
-    TapSource,
-    Wait,
-    plan_coalescing,
-    plan_taps,
-)
+from prefix_index import Readiness, Tap, plan_taps
 from qwen35_kernels import BLOCK_TOKENS, log_probabilities
 from slab_pool import CopyFailed
 
 from .accounting import Accounts, RequestListener, RequestRecord, Stopwatch
-from .cache import AdmissionQuote, LaneMemory, PrefixCache
+from .cache import AdmissionQuote, PrefixCache
+from .cache.coalesce import deepest_wait
 from .errors import EngineError, ExecutionError, QueueTimeout, RequestError
+from .lane import Job, Lane
 from .options import OUTPUT_WINDOW_TOKENS, EffectiveOptions
 from .request import (
     Failed,
     Finished,
     FinishReason,
-    GenerationRequest,
     NewTokens,
     Started,
     TokenLogprobs,
-    TokenStream,
 )
 from .sampling import Sampler, SamplingRow
 from .scheduler import LaneView, PrefillChunk, plan_step
 from .usage import MissReason, Reuse, Usage
 
-__all__ = ["Core", "Job", "Model"]
+__all__ = ["Core", "Model"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,46 +61,6 @@ class Model(Protocol):
     def decode(self, *, tokens: Tensor, positions: Tensor, block_tables: Tensor, slots: Tensor) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Job:
-    """A request on its way to the worker. ``prompt`` is None where the request does not use the cache; ``submitted`` is
-    when it came, by the core's clock."""
-
-    stream: TokenStream
-    request: GenerationRequest
-    tokens: array[int]
-    prompt: Prompt | None
-    max_tokens: int
-    seed: int
-    submitted: float
-
-
-@dataclass(eq=False)
-class _Lane:
-    """A running sequence. ``tokens`` are the prompt and every token drawn; the first ``computed`` have KV and state.
-    ``taps`` are those still ahead, ``last_capture`` is the frontier of its latest snapshot, or where it resumed."""
-
-    number: int
-    job: Job
-    memory: LaneMemory
-    tokens: array[int]
-    computed: int
-    taps: list[Tap]
-    times: Stopwatch
-    last_capture: int = 0
-
-    def __post_init__(self) -> None:
-        self.last_capture = self.computed
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.job.tokens)
-
-    @property
-    def completion_tokens(self) -> int:
-        return len(self.tokens) - self.prompt_tokens
 
 
 class Core:
@@ -140,7 +89,7 @@ class Core:
         self._on_end = on_end
         self._clock = clock
         self._waiting: deque[Job] = deque()
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, Lane] = {}
         self._next_lane = 0
 
     @property
@@ -150,7 +99,7 @@ class Core:
     @property
     def num_prefilling(self) -> int:
         """Of those running, how many are still in their prompt. May be asked from any thread."""
-        return sum(lane.computed < lane.prompt_tokens for lane in list(self._lanes.values()))
+        return sum(lane.in_prompt for lane in list(self._lanes.values()))
 
     @property
     def has_work(self) -> bool:
@@ -245,7 +194,7 @@ class Core:
             self._end(job, _failure(job, "the admission", error))
             return
         times = Stopwatch(job.submitted, admitted=self._clock())
-        lane = _Lane(self._next_lane, job, memory, job.tokens[:], memory.frontier, taps, times)
+        lane = Lane(self._next_lane, job, memory, job.tokens[:], memory.frontier, taps, times)
         self._lanes[lane.number] = lane
         self._waiting.popleft()
         self._next_lane += 1
@@ -278,32 +227,19 @@ class Core:
         """
         if job.prompt is None:
             return False
-        reuse = quote.source.frontier if quote.source is not None else 0
-        best: tuple[Wait, _Lane] | None = None
-        for lane in self._lanes.values():
-            if lane.job.prompt is None or lane.computed >= lane.prompt_tokens:
-                continue
-            sibling = Sibling(
-                prompt=lane.job.prompt,
-                cursor=lane.computed,
-                last_capture=lane.last_capture,
-                taps=tuple(tap.position for tap in lane.taps),
-            )
-            wait = plan_coalescing(
-                job.prompt,
-                reuse,
-                sibling,
-                self.cache.cost,
-                wait_limit_seconds=self._options.pending_timeout_seconds,
-                block_tokens=BLOCK_TOKENS,
-            )
-            if wait is not None and (best is None or wait.target > best[0].target):
-                best = wait, lane
-        if best is None:
+        lanes = [lane for lane in self._lanes.values() if lane.job.prompt is not None and lane.in_prompt]
+        chosen = deepest_wait(
+            job.prompt,
+            quote.source.frontier if quote.source is not None else 0,
+            [lane.as_sibling() for lane in lanes],
+            cost=self.cache.cost,
+            limit_seconds=self._options.pending_timeout_seconds,
+        )
+        if chosen is None:
             return False
-        wait, lane = best
-        shared = Tap(wait.target, TapSource.DIVERGENCE, True, SnapshotKind.BOUNDARY)
-        lane.taps = [shared, *(tap for tap in lane.taps if tap.position != wait.target)]
+        number, tap = chosen
+        lane = lanes[number]
+        lane.taps = [tap, *(other for other in lane.taps if other.position != tap.position)]
         return True
 
     def _step(self) -> None:
@@ -319,7 +255,7 @@ class Core:
 
     # ---- prefill ------------------------------------------------------------------------------------------------
 
-    def _prefill(self, lane: _Lane, chunk: PrefillChunk) -> None:
+    def _prefill(self, lane: Lane, chunk: PrefillChunk) -> None:
         memory = lane.memory
         taps = self.cache.claim_taps(memory, [tap for tap in lane.taps if tap.position <= chunk.end])
         lane.taps = [tap for tap in lane.taps if tap.position > chunk.end]
@@ -355,7 +291,7 @@ class Core:
 
     # ---- decode -------------------------------------------------------------------------------------------------
 
-    def _decode(self, lanes: Sequence[_Lane]) -> None:
+    def _decode(self, lanes: Sequence[Lane]) -> None:
         running = []
         for lane in lanes:
             if self.cache.grow(lane.memory, lane.computed + 1):
@@ -391,7 +327,7 @@ class Core:
         if running:
             self._extend(running, hidden)
 
-    def _extend(self, lanes: Sequence[_Lane], hidden: Tensor) -> None:
+    def _extend(self, lanes: Sequence[Lane], hidden: Tensor) -> None:
         """Draw one token for each lane from its last hidden state and hand it out."""
         rows = [
             SamplingRow(
@@ -417,18 +353,18 @@ class Core:
 
     # ---- ends ---------------------------------------------------------------------------------------------------
 
-    def _finish(self, lane: _Lane, reason: FinishReason) -> None:
+    def _finish(self, lane: Lane, reason: FinishReason) -> None:
         self.cache.finish(lane.memory, lane.tokens, lane.computed)
         del self._lanes[lane.number]
         self._end(lane.job, reason, lane)
 
-    def _fail(self, lane: _Lane, error: Exception) -> None:
+    def _fail(self, lane: Lane, error: Exception) -> None:
         """End one lane whose pass failed; nothing of that pass is published."""
         self.cache.abandon(lane.memory)
         del self._lanes[lane.number]
         self._end(lane.job, _failure(lane.job, "the forward pass", error), lane)
 
-    def _end(self, job: Job, ending: FinishReason | EngineError, lane: _Lane | None = None) -> None:
+    def _end(self, job: Job, ending: FinishReason | EngineError, lane: Lane | None = None) -> None:
         """Close the books on a request and tell its stream; ``lane`` is what it ran in, if it got so far."""
         usage = self._usage_waiting(job) if lane is None else self._usage(lane)
         self.accounts.settle(
@@ -443,7 +379,7 @@ class Core:
         self._on_end()
         job.stream.put(Finished(ending, usage) if isinstance(ending, str) else Failed(ending))
 
-    def _usage(self, lane: _Lane) -> Usage:
+    def _usage(self, lane: Lane) -> Usage:
         return Usage(
             prompt_tokens=lane.prompt_tokens,
             completion_tokens=lane.completion_tokens,

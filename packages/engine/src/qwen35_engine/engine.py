@@ -19,9 +19,10 @@ from qwen35_kernels import BLOCK_TOKENS, KVProfile, PageLayout, StateLayout
 from .accounting import RequestListener, Totals
 from .cache import CacheStats, PrefixCache
 from .checkpoint.config import LINEAR, ModelConfig, read_config
-from .core import Core, Job
+from .core import Core
 from .errors import ContextLengthExceeded, RequestError
 from .host import HostTier
+from .lane import Job
 from .ledger import Ledger, LedgerEntry, bytes_of, free_bytes
 from .memory import DeviceMemory
 from .model.qwen35 import Qwen35Model

@@ -13,8 +13,9 @@ import torch
 from slab_pool import CopyFailed
 
 from .accounting import Totals
-from .core import Core, Job
+from .core import Core
 from .errors import EngineClosed, EngineError, QueueFull
+from .lane import Job
 
 __all__ = ["Worker", "WorkerStats"]
 

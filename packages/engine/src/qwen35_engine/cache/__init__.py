@@ -1,8 +1,9 @@
 """The binding between tokens and pages: the only code that sees both. One file per verb.
 
-``PrefixCache`` puts them together: ``admit`` quotes and makes lanes, ``publish`` commits what they compute, ``backup``
-writes it through to the Host tier, ``prefetch`` brings back what the next request will need, ``transfers`` settles the
-copies.
+``PrefixCache`` puts them together: ``quote`` finds what a request can resume from, ``admit`` makes lanes and ends them,
+``restore`` brings to the device what only the Host has, ``prefetch`` does so ahead of time, ``coalesce`` lets a request
+wait for another's snapshot, ``publish`` commits what lanes compute, ``backup`` writes it through to the Host tier,
+``transfers`` settles the copies.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from qwen35_kernels import BLOCK_TOKENS
 
 from ..host import HostStats, HostTier
 from ..memory import DeviceMemory
-from .admit import Admission, AdmissionQuote
+from .admit import Admission
 from .backup import Backup
 from .lane import LaneMemory
 from .prefetch import Prefetch
 from .publish import Publisher, Tap
+from .quote import AdmissionQuote, Quoter
+from .restore import Restorer
 from .space import Space
 from .transfers import Transfers
 
@@ -67,22 +70,23 @@ class PrefixCache:
         self._host = host
         self._transfers = Transfers(self.index, host) if host is not None else None
         self._space = Space(memory, self.index, host, snapshot_limit=snapshot_slots)
+        restorer = None if host is None or self._transfers is None else Restorer(self.index, host, self._transfers)
+        self._quoter = Quoter(self.index, self._space, cost=cost)
         self._admission = Admission(
             memory,
             self.index,
             self._space,
-            host,
+            restorer,
             self._transfers,
-            cost=cost,
             max_concurrency=max_concurrency,
             context_blocks=context_blocks,
         )
         self._publisher = Publisher(memory, self.index, self._space)
         self._backup: Backup | None = None
         self._prefetch: Prefetch | None = None
-        if host is not None and self._transfers is not None:
+        if host is not None and self._transfers is not None and restorer is not None:
             self._backup = Backup(self.index, self._space, host, self._transfers)
-            self._prefetch = Prefetch(self.index, self._space, host, self._transfers, cost=cost)
+            self._prefetch = Prefetch(self.index, self._space, restorer, self._transfers, cost=cost)
 
     @property
     def block_tables(self) -> Tensor:
@@ -110,17 +114,17 @@ class PrefixCache:
         return True
 
     def quote(self, prompt: Prompt | None, *, total_tokens: int) -> AdmissionQuote:
-        """See ``Admission.quote``. Where a prefetch is about to bring what the request could use, it is waited for.
+        """See ``Quoter.quote``. Where a prefetch is about to bring what the request could use, it is waited for.
 
         Raises:
             CopyFailed: the prefetch will not come; the engine has to end.
         """
-        quote = self._admission.quote(prompt, total_tokens=total_tokens)
+        quote = self._quoter.quote(prompt, total_tokens=total_tokens)
         if quote.readiness is Readiness.READY and quote.match is not None and self._prefetch is not None:
             if not self._prefetch.crosses(quote.match):
                 return quote
             self._prefetch.land()
-            quote = self._admission.quote(prompt, total_tokens=total_tokens)
+            quote = self._quoter.quote(prompt, total_tokens=total_tokens)
         return quote
 
     def prefetch(self, prompt: Prompt) -> int:

@@ -7,12 +7,12 @@ the batch has landed, then free to be evicted again, last of all. A prefetch dis
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import cast
 
-from prefix_index import Candidate, CostModel, Match, PrefixIndex, Prompt, Tier, rank_candidates
+from prefix_index import Candidate, CostModel, Match, PrefixIndex, Prompt, rank_candidates
 from prefix_index import Ticket as Fill
 
-from ..host import HostTier, Restore
+from ..host import Restore
+from .restore import Restorer
 from .space import Space
 from .transfers import Transfers
 
@@ -25,11 +25,11 @@ class Prefetch:
     """One batch at a time, and never beside a lane's own restore, which it would only delay."""
 
     def __init__(
-        self, index: PrefixIndex, space: Space, host: HostTier, transfers: Transfers, *, cost: CostModel
+        self, index: PrefixIndex, space: Space, restorer: Restorer, transfers: Transfers, *, cost: CostModel
     ) -> None:
         self._index = index
         self._space = space
-        self._host = host
+        self._restorer = restorer
         self._transfers = transfers
         self._cost = cost
         self._batch: tuple[Restore, Fill] | None = None
@@ -41,7 +41,7 @@ class Prefetch:
     def start(self, prompt: Prompt) -> int:
         """Start bringing back blocks of what ``prompt`` would resume from; how many. Never waits."""
         room = self._space.page_room()
-        if self._host.restoring or (prompt is self._last_prompt and room <= self._last_room):
+        if self._restorer.busy or (prompt is self._last_prompt and room <= self._last_room):
             return 0
         match = self._index.match(prompt)
         source = rank_candidates(match.candidates, prompt.num_tokens, self._cost)[0]
@@ -58,20 +58,12 @@ class Prefetch:
 
     def _bring(self, match: Match, source: Candidate, count: int, undo: ExitStack) -> int:
         """Start a batch of up to ``count`` blocks; how many. What ``undo`` holds is to be run where that is none."""
-        index = self._index
-        path = index.acquire(match, source)  # not activated: it changes no recency and is no hit
-        undo.callback(index.cancel, path)
+        path = self._index.acquire(match, source)  # not activated: it changes no recency and is no hit
+        undo.callback(self._index.cancel, path)
         pages = self._space.take_backed_pages(count)
         undo.callback(self._space.pages.give_back, pages)
-        if not pages:
-            return 0
-        first = index.held(path, Tier.DEVICE)
-        slabs = cast(tuple[int, ...], index.handles(path, Tier.HOST, first, first + len(pages)))
-        fill = index.begin_fill(path, Tier.DEVICE, pages)
-        undo.callback(index.abort, fill)
-        restore = self._host.restore(pages, slabs, None, ())
-        self._transfers.add(restore.ticket, [fill], path)
-        self._batch = restore, fill
+        if pages:
+            self._batch = self._restorer.ahead(path, pages, undo)
         return len(pages)
 
     def crosses(self, match: Match) -> bool:
