@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from starlette.applications import Starlette
 
 import qwen35_serve.app
+from in_process import send
 from qwen35_engine import Engine, EngineOptions
 from qwen35_engine.demo import demo_folder
 from qwen35_serve import ChatText, create_app
@@ -32,15 +32,6 @@ def app(engine: Engine) -> Starlette:
     )
 
 
-def send(app: Starlette, method: str, path: str, **options: Any) -> httpx.Response:
-    async def request() -> httpx.Response:
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            return await client.request(method, path, timeout=60, **options)
-
-    return asyncio.run(request())
-
-
 def error_of(response: httpx.Response) -> dict[str, Any]:
     error: dict[str, Any] = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -52,17 +43,6 @@ def test_health_and_models(app: Starlette) -> None:
     card = {"id": "demo", "object": "model", "created": 7, "owned_by": "qwen35-serve"}
     assert send(app, "GET", "/v1/models").json() == {"object": "list", "data": [card]}
     assert send(app, "GET", "/v1/models/demo").json() == card
-
-
-def test_the_cache_can_be_looked_at(app: Starlette) -> None:
-    before = send(app, "GET", "/v1/cache").json()
-    body = BODY | {"messages": [{"role": "user", "content": "how full is the cache? " * 20}]}
-    send(app, "POST", "/v1/chat/completions", json=body)
-    after = send(app, "GET", "/v1/cache").json()
-    assert after["running"] == after["waiting"] == 0
-    assert after["index"]["blocks_inserted"] > before["index"]["blocks_inserted"]
-    assert after["cache"]["snapshot_slots_used"] > before["cache"]["snapshot_slots_used"]
-    assert after["options"]["max_context"] == 512
 
 
 def test_a_stream_is_server_sent_events(app: Starlette) -> None:

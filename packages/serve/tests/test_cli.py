@@ -38,6 +38,43 @@ def test_the_printed_curl_works_and_sigterm_ends_in_order() -> None:
         assert server.stop(signal.SIGTERM) == 0
 
 
+def test_a_process_with_every_flag_writes_its_log_and_shows_its_choices(tmp_path: Path) -> None:
+    log = tmp_path / "requests.jsonl"
+    flags = {
+        "--max-context": "2000",
+        "--max-concurrency": "3",
+        "--max-pending-requests": "5",
+        "--pending-timeout-ms": "2500",
+        "--prefill-chunk": "128",
+        "--kv-capacity": "6400",
+        "--host-cache-mib": "8",
+        "--device-snapshot-slots": "6",
+        "--cache-taps-per-request": "4",
+        "--cache-tap-ladder": "512",
+        "--cache-tap-min-gap": "100",
+        "--kv-dtype": "bf16",
+    }
+    words = [word for pair in flags.items() for word in pair]
+    with running_server(*words, "--request-log-jsonl", str(log)) as server:
+        in_force = next(line for line in server.banner.splitlines() if line.startswith("In force: "))
+        assert not [flag for flag, value in flags.items() if f"{flag} {value}" not in in_force]
+        body = {"model": "demo", "messages": [{"role": "user", "content": "x" * 300}], "max_tokens": 2}
+        usages = [
+            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()["usage"] for _ in range(2)
+        ]
+        shown = httpx.get(f"{server.url}/v1/cache", timeout=60).json()
+        assert server.stop() == 0
+    start, *requests = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    assert start["event"] == "start"
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    assert [line["cached_tokens"] for line in requests] == cached
+    assert cached[1] > 0
+    assert shown["requests"]["cached_tokens"] == sum(cached)
+    assert shown["request_log"] == {"written": 2, "lost": 0}
+    assert shown["options"]["tap_min_gap_tokens"] == 100
+    assert (shown["device"]["pages"]["total"], shown["lanes"]["limit"]) == (100, 3)
+
+
 def test_sigint_ends_in_order_while_an_answer_runs() -> None:
     with running_server() as server:
         body = {

@@ -17,9 +17,11 @@
 203
 """
 
+from prefix_index import Stats as IndexStats
 from prefix_index import TapHints
 
 from .accounting import Funnel, Outcome, RequestListener, RequestRecord, Totals
+from .cache import CacheStats
 from .engine import Engine, EngineStats
 from .errors import (
     CheckpointError,
@@ -32,6 +34,7 @@ from .errors import (
     QueueTimeout,
     RequestError,
 )
+from .host import HostStats
 from .ledger import Ledger, LedgerEntry
 from .options import EffectiveOptions, EngineOptions
 from .request import (
@@ -53,6 +56,7 @@ from .usage import MissReason, Reuse, Timing, Usage
 
 __all__ = [
     "MAX_LOGPROBS",
+    "CacheStats",
     "CheckpointError",
     "ContextLengthExceeded",
     "EffectiveOptions",
@@ -68,6 +72,8 @@ __all__ = [
     "Finished",
     "Funnel",
     "GenerationRequest",
+    "HostStats",
+    "IndexStats",
     "Ledger",
     "LedgerEntry",
     "MissReason",

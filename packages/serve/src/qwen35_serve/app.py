@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from http import HTTPStatus
 
@@ -12,8 +11,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from qwen35_engine import Engine
+from qwen35_engine import Engine, RequestLog
 
+from .cache_page import cache_page
 from .chat import ChatService
 from .completions import CompletionService
 from .errors import BodyTooLarge, InvalidRequest, ServeError, Unavailable, require_model
@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 64 * 2**20
 
 
-def create_app(engine: Engine, text: ChatText, *, model_name: str, created: int) -> Starlette:
+def create_app(
+    engine: Engine, text: ChatText, *, model_name: str, created: int, request_log: RequestLog | None = None
+) -> Starlette:
     """The application over a running engine.
 
     Args:
@@ -35,6 +37,7 @@ def create_app(engine: Engine, text: ChatText, *, model_name: str, created: int)
         text: tokenizer and template of the engine's model.
         model_name: the name clients use.
         created: start of the server, seconds since the epoch.
+        request_log: the engine's listener, if it writes one; closing it is the caller's business as well.
     """
     chat = ChatService(engine, text, model_name=model_name)
     completion = CompletionService(engine, text, model_name=model_name)
@@ -59,7 +62,7 @@ def create_app(engine: Engine, text: ChatText, *, model_name: str, created: int)
         return JSONResponse({"status": "ok"})
 
     async def cache(request: Request) -> Response:
-        return JSONResponse(dataclasses.asdict(engine.stats()) | {"options": dataclasses.asdict(engine.options)})
+        return JSONResponse(cache_page(engine, request_log))
 
     return Starlette(
         routes=[

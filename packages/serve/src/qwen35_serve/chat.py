@@ -139,6 +139,7 @@ class _Answer:
                 max_tokens=request.output_limit,
                 stop_token_ids=engine.config.eos_token_ids,
                 hints=TapHints(opener=prompt.opener),
+                reuse=request.reuse,
             ),
             stops=request.stop or (),
         )

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import logging
+import shlex
 import signal
 import socket
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import uvicorn
 
-from qwen35_engine import CheckpointError, Engine, EngineOptions, OptionError
+from qwen35_engine import CheckpointError, Engine, EngineOptions, OptionError, RequestLog
 from qwen35_engine.demo import demo_folder
 
 from .app import create_app
@@ -26,6 +27,24 @@ __all__ = ["main"]
 _USAGE_ERROR = 2
 _GRACE_SECONDS = 5
 _BACKLOG = 2048
+
+# Flags whose values are the engine's own, with the option each one sets.
+_OPTIONS = {
+    "--device": "device",
+    "--dtype": "dtype",
+    "--threads": "threads",
+    "--max-context": "max_context",
+    "--max-concurrency": "max_concurrency",
+    "--max-pending-requests": "max_pending",
+    "--prefill-chunk": "prefill_chunk",
+    "--kv-capacity": "kv_capacity",
+    "--device-snapshot-slots": "device_snapshot_slots",
+    "--host-cache-mib": "host_cache_mib",
+    "--cache-taps-per-request": "max_new_taps",
+    "--cache-tap-ladder": "tap_ladder_tokens",
+    "--cache-tap-min-gap": "tap_min_gap_tokens",
+}
+_KV_DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp32": "float32"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,8 +74,9 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16"),
-        help="of weights, activations and KV",
+        help="of weights and activations",
     )
+    add("--kv-dtype", default="auto", choices=tuple(_KV_DTYPES), help="of keys and values; by default as --dtype")
     add("--threads", type=int, default=None, help="CPU threads of a forward pass; by default torch decides")
     add(
         "--max-context",
@@ -95,34 +115,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--cache-tap-ladder", type=int, default=None, help="tokens from the end to the ladder's first snapshot")
     add("--cache-tap-min-gap", type=int, default=None, help="tokens between the ladder's snapshots at least")
     add("--no-prefix-reuse", action="store_true", help="compute every prompt from its first token")
+    add("--request-log-jsonl", default=None, metavar="PATH", help="append a line of JSON for each request that ends")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what to log")
     return parser
 
 
 def _serve(args: argparse.Namespace) -> int:
-    options = EngineOptions(
-        device=args.device,
-        dtype=args.dtype,
-        threads=args.threads,
-        max_context=args.max_context,
-        max_concurrency=args.max_concurrency,
-        max_pending=args.max_pending_requests,
-        prefill_chunk=args.prefill_chunk,
-        kv_capacity=args.kv_capacity,
-        device_snapshot_slots=args.device_snapshot_slots,
-        host_cache_mib=args.host_cache_mib,
-        max_new_taps=args.cache_taps_per_request,
-        tap_ladder_tokens=args.cache_tap_ladder,
-        tap_min_gap_tokens=args.cache_tap_min_gap,
-        pending_timeout_seconds=args.pending_timeout_ms / 1000,
-        prefix_reuse=not args.no_prefix_reuse,
-    )
     folder = demo_folder() if args.model == "demo" else Path(args.model).absolute()
     name = args.served_model_name or (args.model if args.model == "demo" else folder.name)
-    # The port is taken before the model is loaded: a busy one should not cost a minute to find out.
-    with _listen(args.host, args.port) as listener, Engine.from_folder(folder, options) as engine:
+    with contextlib.ExitStack() as stack:
+        # The port and the log come before the model: what cannot be had should not cost a minute to find out.
+        listener = stack.enter_context(_listen(args.host, args.port))
+        log = stack.enter_context(RequestLog(args.request_log_jsonl)) if args.request_log_jsonl is not None else None
+        engine = stack.enter_context(Engine.from_folder(folder, _options(args), on_request=log))
         text = ChatText(folder, vocab_size=engine.config.vocab_size)
-        app = create_app(engine, text, model_name=name, created=int(time.time()))
+        app = create_app(engine, text, model_name=name, created=int(time.time()), request_log=log)
         config = uvicorn.Config(
             app,
             log_level=args.log_level,
@@ -130,6 +137,7 @@ def _serve(args: argparse.Namespace) -> int:
             timeout_graceful_shutdown=_GRACE_SECONDS,
             lifespan="off",
         )
+        _print_start(engine)
         _print_address(listener, args.host, name)
         # uvicorn stops on these signals and then raises them once more; by then there is nothing left to interrupt,
         # and the engine is still to be closed.
@@ -159,6 +167,37 @@ def _listen(host: str, port: int) -> socket.socket:
             raise _CannotListen(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
         on_failure.pop_all()
     return listener
+
+
+def _print_start(engine: Engine) -> None:
+    """Where the memory went, and every choice in force as the flags that would make it."""
+    ledger = engine.ledger()
+    for tier in ("device", "host"):
+        for entry in ledger.entries:
+            if entry.tier == tier:
+                print(f"{entry.what:<12} {entry.num_bytes / 2**20:10.1f} MiB")
+        print(f"{tier + ' in all':<12} {ledger.total_bytes(tier) / 2**20:10.1f} MiB\n")
+    if ledger.free_bytes is not None:
+        print(f"{'device left':<12} {ledger.free_bytes / 2**20:10.1f} MiB\n")
+    print(f"In force: {shlex.join(_flags(engine.options.as_options()))}\n", flush=True)
+
+
+def _options(args: argparse.Namespace) -> EngineOptions:
+    return EngineOptions(
+        **{option: getattr(args, flag.removeprefix("--").replace("-", "_")) for flag, option in _OPTIONS.items()},
+        kv_dtype=_KV_DTYPES[args.kv_dtype],
+        pending_timeout_seconds=args.pending_timeout_ms / 1000,
+        prefix_reuse=not args.no_prefix_reuse,
+    )
+
+
+def _flags(options: EngineOptions) -> list[str]:
+    """The command line that leads to these options."""
+    values = {flag: getattr(options, option) for flag, option in _OPTIONS.items()}
+    values["--kv-dtype"] = next(flag for flag, name in _KV_DTYPES.items() if name == options.kv_dtype)
+    values["--pending-timeout-ms"] = round(options.pending_timeout_seconds * 1000)
+    words = [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
+    return words if options.prefix_reuse else [*words, "--no-prefix-reuse"]
 
 
 def _print_address(listener: socket.socket, host: str, name: str) -> None:

@@ -65,7 +65,7 @@ class StreamOptions(_Part):
 
 
 class SamplingFields(_Part):
-    """What chat and completions share."""
+    """What chat and completions share. ``cache_prompt: false`` neither takes from the cache nor leaves anything."""
 
     model: str
     stream: bool = False
@@ -75,6 +75,7 @@ class SamplingFields(_Part):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    cache_prompt: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=4)] | None = None
     # What would change the answer and is not supported must not be dropped in silence.
@@ -87,6 +88,10 @@ class SamplingFields(_Part):
     @classmethod
     def _one_or_many(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
+
+    @property
+    def reuse(self) -> bool:
+        return self.cache_prompt is not False
 
     @property
     def include_usage(self) -> bool:

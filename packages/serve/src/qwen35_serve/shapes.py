@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from dataclasses import asdict
 from typing import Any
 
 from qwen35_engine import Usage
@@ -28,10 +29,13 @@ def sse(value: dict[str, Any]) -> str:
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage object."""
+    """OpenAI's usage object, and beside its fields where the reused tokens were, why there were no more, and times."""
+    reuse = asdict(usage.reuse) | {"taps_taken": usage.taps_taken, "taps_skipped": usage.taps_skipped}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "reuse": reuse,
+        "timing": asdict(usage.timing),
     }
