@@ -215,6 +215,16 @@ def test_blocks_without_a_snapshot() -> None:
     assert ask(rig, other) == Reuse(matched_tokens=128, reason=MissReason.NO_SNAPSHOT)
 
 
+@pytest.mark.parametrize(("tap", "reason"), [(129, None), (128, MissReason.NO_SNAPSHOT)])
+def test_less_than_a_block_needs_no_reason(tap: int, reason: MissReason | None) -> None:
+    """Three blocks are cached and the state of the 129th token, or of the 128th."""
+    rig = Rig(slabs=0, max_taps=1)
+    prompt, _ = turn_of(19, 195)
+    ask(rig, prompt, hints=TapHints(explicit=(tap,)))
+    other = [*prompt[:192], 1, 2, 3, 4]
+    assert ask(rig, other) == Reuse(device_tokens=tap, matched_tokens=192, reason=reason)
+
+
 def test_an_evicted_image_is_told_from_one_that_never_was() -> None:
     rig = Rig(slabs=0, max_taps=0)
     prompt, following = turn_of(8)

@@ -37,5 +37,5 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "reuse": reuse,
-        "timing": asdict(usage.timing),
+        "timing": {name: None if value is None else round(value, 6) for name, value in asdict(usage.timing).items()},
     }

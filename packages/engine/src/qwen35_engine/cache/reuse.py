@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from prefix_index import Candidate, Match, PrefixIndex, Reason
+from qwen35_kernels import BLOCK_TOKENS
 
 from ..usage import MissReason
 
@@ -34,12 +35,15 @@ def shortfall(index: PrefixIndex, match: Match, sources: Sequence[Candidate | No
     source = sources[chosen]
     used = source.frontier if source is not None else 0
     best = match.best
+    longest = max(match.matched_tokens, best.frontier if best is not None else 0)
+    if source is not None and longest - used < BLOCK_TOKENS:
+        return None
     if best is not None and best.frontier > used:
         deeper = takewhile(lambda candidate: candidate.frontier > used, match.candidates)
         if all(candidate.filling for candidate in deeper):
             return MissReason.FILLING
         return MissReason.CAPACITY if chosen else MissReason.COST
-    if best is None and not match.matched_blocks:
+    if not longest:
         empty = not index.holds(match.prompt.namespace)
         return MissReason.NAMESPACE if empty and index.stats().blocks else MissReason.NOT_CACHED
     return _OF_THE_INDEX[match.reason]
