@@ -234,10 +234,19 @@ def test_a_restore_is_waited_for_by_its_own_lane_only() -> None:
     assert restored.job.stream.request_id == waiting
     assert restored.memory.restore is not None
     assert not restored.memory.restore.done()
+    pending = rig.bench.reads.num_pending_parts
+    assert pending == 3
+    decoded = len(rig._got[other])
+    for _ in range(4):
+        rig.turn()
+    assert rig.bench.reads.num_pending_parts == pending, "somebody waited for the copies"
+    assert len(rig._got[other]) == decoded + 4
+    assert not rig._got[waiting]
+    rig.bench.land_all()
     rig.turn()
+    assert len(rig._got[waiting]) == 1
     rig.run_dry()
     assert len(rig.ended) == 3
-    assert other not in rig.open
 
 
 def test_identical_prompts_at_once_cost_one_prefill() -> None:

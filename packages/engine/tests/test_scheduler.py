@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from qwen35_engine.scheduler import LaneView, PrefillChunk, StepPlan, plan_step
 
 
-def view(lane: int, computed: int, prompt_tokens: int) -> LaneView:
-    return LaneView(lane=lane, computed=computed, prompt_tokens=prompt_tokens)
+def view(lane: int, computed: int, prompt_tokens: int, *, restoring: bool = False) -> LaneView:
+    return LaneView(lane=lane, computed=computed, prompt_tokens=prompt_tokens, restoring=restoring)
 
 
 def plan(*views: LaneView, prefill_chunk: int = 128) -> StepPlan:
@@ -40,20 +40,33 @@ def test_a_chunk_smaller_than_a_block_still_moves() -> None:
     assert plan(view(1, 120, 400), prefill_chunk=10).prefill == PrefillChunk(1, 120, 128)
 
 
+def test_nobody_waits_for_copies_that_are_another_lanes() -> None:
+    restoring = view(1, 64, 200, restoring=True)
+    assert plan(restoring, view(2, 9, 9)) == StepPlan(None, (2,))
+    assert plan(restoring, view(2, 0, 50), view(3, 9, 9)) == StepPlan(PrefillChunk(2, 0, 50), (3,))
+    # Alone it begins while they are on their way, and waits for each layer's.
+    assert plan(restoring, view(2, 64, 99, restoring=True)) == StepPlan(PrefillChunk(1, 64, 192), ())
+
+
 @given(
-    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), max_size=6),
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300), st.booleans()), max_size=6),
     st.integers(1, 200),
 )
-def test_every_plan_is_sound(sizes: list[tuple[int, int]], prefill_chunk: int) -> None:
-    views = [view(lane, min(computed, prompt + 5), prompt) for lane, (computed, prompt) in enumerate(sizes)]
+def test_every_plan_is_sound(sizes: list[tuple[int, int, bool]], prefill_chunk: int) -> None:
+    views = [
+        view(lane, min(computed, prompt + 5), prompt, restoring=restoring)
+        for lane, (computed, prompt, restoring) in enumerate(sizes)
+    ]
     made = plan(*views, prefill_chunk=prefill_chunk)
     by_lane = {v.lane: v for v in views}
     unfinished = [v.lane for v in views if v.computed < v.prompt_tokens]
     assert set(made.decode) == set(by_lane) - set(unfinished)
+    ready = [lane for lane in unfinished if not by_lane[lane].restoring]
     if made.prefill is None:
-        assert not unfinished
+        assert not ready
+        assert not unfinished or made.decode
     else:
-        assert made.prefill.lane == min(unfinished)
+        assert made.prefill.lane == min(ready or unfinished)
         lane = by_lane[made.prefill.lane]
         assert lane.computed == made.prefill.begin < made.prefill.end <= lane.prompt_tokens
         assert made.prefill.end - made.prefill.begin <= prefill_chunk

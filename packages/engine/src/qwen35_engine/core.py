@@ -244,7 +244,12 @@ class Core:
 
     def _step(self) -> None:
         views = [
-            LaneView(lane=lane.number, computed=lane.computed, prompt_tokens=lane.prompt_tokens)
+            LaneView(
+                lane=lane.number,
+                computed=lane.computed,
+                prompt_tokens=lane.prompt_tokens,
+                restoring=lane.memory.restore is not None and not lane.memory.restore.done(),
+            )
             for lane in self._lanes.values()
         ]
         plan = plan_step(views, prefill_chunk=self._options.prefill_chunk, block_tokens=BLOCK_TOKENS)

@@ -13,12 +13,13 @@ class LaneView:
     """One running sequence as the scheduler sees it.
 
     ``lane`` numbers lanes in the order of their admission. ``computed`` tokens of ``prompt_tokens`` have their KV and
-    state.
+    state. ``restoring``: a part of these is still on its way from the Host.
     """
 
     lane: int
     computed: int
     prompt_tokens: int
+    restoring: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class StepPlan:
 def plan_step(lanes: Sequence[LaneView], *, prefill_chunk: int, block_tokens: int) -> StepPlan:
     """The oldest lane still in its prompt gets a chunk, every lane past its prompt a token.
 
+    A chunk that has to wait for copies would make every lane wait for them: as long as others can go on, it is put off
+    until they have landed. With nothing else to do it starts at once and waits layer by layer.
+
     A chunk that does not reach the prompt's end ends at a block border where it can, so that every later one starts at
     one and fills whole blocks.
     """
@@ -48,7 +52,10 @@ def plan_step(lanes: Sequence[LaneView], *, prefill_chunk: int, block_tokens: in
     decode = tuple(view.lane for view in lanes if view.computed >= view.prompt_tokens)
     if not prefilling:
         return StepPlan(None, decode)
-    view = min(prefilling, key=lambda view: view.lane)
+    ready = [view for view in prefilling if not view.restoring]
+    if not ready and decode:
+        return StepPlan(None, decode)
+    view = min(ready or prefilling, key=lambda view: view.lane)
     begin = view.computed
     end = begin + prefill_chunk
     if end < view.prompt_tokens:
