@@ -19,9 +19,9 @@ from qwen35_kernels.workspace import Workspace
 __all__ = ["LayerPages", "attend_chunk", "attend_lanes"]
 
 # Keys handled at once in prefill, and rows of scores (queries times heads).
-_KEYS_PER_TILE = 512
+_KEYS_PER_TILE = 1024
 _ROWS_PER_TILE = 1024
-# Bytes of keys gathered at once in decode: no bit depends on it.
+# Bytes of float32 keys or values gathered at once in decode.
 _DECODE_BYTES = 1 << 21
 
 
@@ -51,27 +51,25 @@ class LayerPages:
         )
         return k, v
 
+    @property
+    def pages_at_once(self) -> int:
+        """Pages that decode gathers together: no bit depends on it."""
+        return max(1, _DECODE_BYTES // (self.heads * BLOCK_TOKENS * self.dim * 4))
+
     def sum_values(self, weights: Tensor, pages: Tensor, partial: list[tuple[int, int]]) -> Tensor:
         """Per page and head the sum of its rows of values weighted by weights [pages, H, 64]: [pages, H, D].
 
         Of a page i with (i, used) in `partial` only the first `used` rows are read; the other weights are 0.
         """
-        num, heads = weights.shape[:2]
         view, scales, _ = self._planes[1]
-        page_rows = view.stride(0) // self.dim
-        if scales is not None or view.dtype != torch.float32 or view.stride(0) % self.dim:
-            # Made float32 first: page by page as they come.
-            view = self._gather_plane("v", self._planes[1], pages, head_major=False)
-            pages, page_rows = torch.arange(num, device=view.device), self.heads * BLOCK_TOKENS
-        # Rows are read where they lie: the plane's first one, and every D floats after it.
-        rows = (view.stride(0) * (view.shape[0] - 1)) // self.dim + self.heads * BLOCK_TOKENS
-        table = view.as_strided((rows, self.dim), (self.dim, 1))
-        index = (pages * page_rows).view(-1, 1, 1) + _rows_of_heads(self.heads, heads, view.device)
-        for page, used in partial:
-            index[page, :, used:] = index[page, :, :1]
-        bags = torch.arange(0, index.numel(), BLOCK_TOKENS, device=view.device)
-        summed = torch.embedding_bag(table, index.view(-1), bags, False, 0, False, weights.reshape(-1))[0]
-        return summed.view(num, heads, self.dim)
+        if scales is None and view.dtype == torch.float32 and view.stride(0) % self.dim == 0:
+            return _sum_rows(weights, view, pages, partial)
+        sums = []
+        for begin in range(0, len(pages), self.pages_at_once):
+            v = self._gather_plane("v", self._planes[1], pages[begin : begin + self.pages_at_once], head_major=False)
+            inside = [(page - begin, used) for page, used in partial if begin <= page < begin + len(v)]
+            sums.append(_sum_rows(weights[begin : begin + len(v)], v, torch.arange(len(v), device=v.device), inside))
+        return torch.cat(sums)
 
     def _gather_plane(
         self,
@@ -108,6 +106,21 @@ def _rows_of_heads(kv_heads: int, heads: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         rows = torch.arange(kv_heads * BLOCK_TOKENS, device=device).view(kv_heads, BLOCK_TOKENS)
         return rows.repeat_interleave(heads // kv_heads, 0)
+
+
+def _sum_rows(weights: Tensor, v: Tensor, pages: Tensor, partial: list[tuple[int, int]]) -> Tensor:
+    """`LayerPages.sum_values` over float32 values v [P, HKV, 64, D] whose pages are whole rows apart."""
+    num, heads = weights.shape[:2]
+    kv_heads, dim = v.shape[1], v.shape[3]
+    # Read where they lie: the table starts at the plane's first row and has one every D floats.
+    rows = v.stride(0) * (v.shape[0] - 1) // dim + kv_heads * BLOCK_TOKENS
+    table = v.as_strided((rows, dim), (dim, 1))
+    index = (pages * (v.stride(0) // dim)).view(-1, 1, 1) + _rows_of_heads(kv_heads, heads, v.device)
+    for page, used in partial:
+        index[page, :, used:] = index[page, :, :1]
+    bags = torch.arange(0, index.numel(), BLOCK_TOKENS, device=v.device)
+    summed = torch.embedding_bag(table, index.view(-1), bags, False, 0, False, weights.reshape(-1))[0]
+    return summed.view(num, heads, dim)
 
 
 def attend_chunk(q: Tensor, cache: LayerPages, pages: Tensor, base: int, o: Tensor, lse: Tensor | None) -> None:
@@ -213,9 +226,8 @@ def _scores(q: Tensor, cache: LayerPages, pages: Tensor, sizes: list[int]) -> Te
     queries = queries.reshape(-1, groups, dim)
     scores = cache.scratch("scores", len(pages), heads, BLOCK_TOKENS)
     rows = scores.view(-1, groups, BLOCK_TOKENS)
-    step = max(1, _DECODE_BYTES // (cache.heads * BLOCK_TOKENS * dim * 4))
-    for begin in range(0, len(pages), step):
-        k = cache.keys(pages[begin : begin + step]).flatten(0, 1)
+    for begin in range(0, len(pages), cache.pages_at_once):
+        k = cache.keys(pages[begin : begin + cache.pages_at_once]).flatten(0, 1)
         window = slice(begin * cache.heads, begin * cache.heads + len(k))
         torch.bmm(queries[window], k.transpose(1, 2), out=rows[window])
     return scores
