@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from kernel_testing import GuardedMemory
+
 # `tools/gpu.py` runs the tests of the ops with their tensors on a card.
 torch.set_default_device(os.environ.get("QWEN35_TEST_DEVICE", "cpu"))
 
@@ -16,6 +18,17 @@ def set_threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever an op allocates for results or scratch reads as NaN and lies between guards, checked at the end."""
+    memory = GuardedMemory()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", memory.empty)
+        patch.setattr(torch, "empty_like", memory.empty_like)
+        yield
+    memory.check()
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":

@@ -1,15 +1,21 @@
 """Helpers shared by this package's tests: seeded inputs, guarded buffers, poisoned arenas, bit comparison."""
 
+import collections
+import functools
 import math
 import os
 import random
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from qwen35_kernels import BLOCK_TOKENS, PageLayout, store_kv
 from qwen35_kernels.quantisation import quantise_rows
 
+# What `torch.empty` is outside tests.
+_plain_empty = torch.empty
 GUARD_BYTES = 256
 GUARD = 0xA5
 
@@ -53,24 +59,79 @@ def state_tolerance(dtype: torch.dtype) -> dict[str, float]:
     return tolerance(dtype) if kernels else tolerance(torch.float32)
 
 
-class GuardedBytes:
-    """A byte buffer between two guards; `check()` fails when something wrote past either end."""
+class GuardedMemory:
+    """Hands out buffers that read as NaN (0xFF is NaN in every float dtype used, -1 in int8), each between two
+    guards.
 
-    def __init__(self, rows: int, row_bytes: int) -> None:
-        size = rows * row_bytes
-        self._whole = torch.full((size + 2 * GUARD_BYTES,), GUARD, dtype=torch.uint8)
-        self.arena = self._whole[GUARD_BYTES : GUARD_BYTES + size].view(rows, row_bytes)
+    `check` fails when something wrote past either end of a buffer. What was handed out longest ago is checked and let
+    go of as soon as a limit of bytes is reached.
+    """
+
+    _KEPT_BYTES = 2**25
+    # Larger buffers are only touched in places, so that they need no memory: they stay as they come.
+    _LARGEST_BYTES = 2**28
+
+    def __init__(self) -> None:
+        self._kept: collections.deque[Tensor] = collections.deque()
+        self._kept_bytes = 0
+
+    def empty(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> Tensor:
+        """In place of `torch.empty`."""
+        plain = functools.partial(_plain_empty, device=device or torch.get_default_device())
+        dtype = dtype or torch.get_default_dtype()
+        shape = plain(*size, dtype=torch.bool, device="meta").shape
+        size_bytes = shape.numel() * dtype.itemsize
+        if more or size_bytes > self._LARGEST_BYTES or torch.device(plain.keywords["device"]).type == "meta":
+            return plain(*size, dtype=dtype, **more)
+        whole = plain(size_bytes + 2 * GUARD_BYTES, dtype=torch.uint8).fill_(GUARD)
+        inside = whole[GUARD_BYTES : GUARD_BYTES + size_bytes].fill_(0xFF)
+        self._kept.append(whole)
+        self._kept_bytes += len(whole)
+        while self._kept_bytes > self._KEPT_BYTES:
+            self._check_oldest()
+        return inside.view(dtype).view(shape)
+
+    def empty_like(self, x: Tensor) -> Tensor:
+        """In place of `torch.empty_like`."""
+        return self.empty(x.shape, dtype=x.dtype, device=x.device)
 
     def check(self) -> None:
-        assert bool((self._whole[:GUARD_BYTES] == GUARD).all()), "bytes before the buffer were written"
-        assert bool((self._whole[-GUARD_BYTES:] == GUARD).all()), "bytes after the buffer were written"
+        while self._kept:
+            self._check_oldest()
+
+    def _check_oldest(self) -> None:
+        whole = self._kept.popleft()
+        self._kept_bytes -= len(whole)
+        assert bool((whole[:GUARD_BYTES] == GUARD).all()), "bytes before a buffer were written"
+        assert bool((whole[-GUARD_BYTES:] == GUARD).all()), "bytes after a buffer were written"
+
+
+class GuardedBytes:
+    """Records that read as NaN, between guards of their own."""
+
+    def __init__(self, rows: int, row_bytes: int) -> None:
+        self._memory = GuardedMemory()
+        self.arena = self._memory.empty(rows, row_bytes, dtype=torch.uint8)
+
+    def check(self) -> None:
+        self._memory.check()
+
+
+def distant_rows(row_bytes: int, count: int, *, element_bytes: int) -> tuple[Tensor, int]:
+    """An arena whose last `count` rows begin beyond 2^31 elements, and the number of the first of them.
+
+    Rows nobody touches are never backed by memory; where not even their addresses can be had, the test is skipped.
+    """
+    first = 2**31 * element_bytes // row_bytes + 1
+    try:
+        return torch.empty(first + count, row_bytes, dtype=torch.uint8), first
+    except RuntimeError as error:
+        pytest.skip(f"{first * row_bytes} bytes of addresses: {error}")
 
 
 def nan_arena(layout: PageLayout, num_pages: int) -> GuardedBytes:
-    """A page arena that reads as NaN everywhere (0xFF is NaN in every float dtype used, -1 in int8)."""
-    guarded = GuardedBytes(num_pages, layout.page_bytes)
-    guarded.arena.fill_(0xFF)
-    return guarded
+    """A page arena that reads as NaN everywhere."""
+    return GuardedBytes(num_pages, layout.page_bytes)
 
 
 def shuffled_tables(seed: int, lengths: list[int], *, spare: int = 3) -> tuple[Tensor, int]:

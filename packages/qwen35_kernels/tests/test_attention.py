@@ -4,6 +4,7 @@ import torch
 from kernel_testing import (
     assert_close,
     assert_same_bits,
+    distant_rows,
     generator,
     nan_arena,
     place_sequence,
@@ -207,6 +208,21 @@ def test_a_workspace_changes_no_bit() -> None:
         plain = paged_attention_prefill(**chunk, **arguments)
         assert_same_bits(paged_attention_prefill(**chunk, workspace=workspace, **arguments), plain)
     assert workspace.num_bytes > 0
+
+
+@pytest.mark.parametrize("profile", [KVProfile.FP32, KVProfile.NVFP4])
+def test_pages_beyond_two_gibibytes_are_reached(profile: KVProfile) -> None:
+    layout, guarded, tables, rng = fill(60, [70, 130], profile=profile)
+    element_bytes = layout.k_format.value_dtype.itemsize
+    far, first = distant_rows(layout.page_bytes, guarded.arena.shape[0], element_bytes=element_bytes)
+    far[first:].copy_(guarded.arena)
+    q = torch.randn(2, 4, 64, generator=rng)
+    shared = {"q": q, "layout": layout, "layer": 1}
+    decode = {**shared, "lengths": torch.tensor([70, 130])}
+    prefill = {**shared, "cu_seqlens": [0, 1, 2], "bases": [69, 129]}
+    for op, arguments in ((paged_attention_decode, decode), (paged_attention_prefill, prefill)):
+        near = op(**arguments, arena=guarded.arena, block_tables=tables)
+        assert_same_bits(op(**arguments, arena=far, block_tables=tables + first), near)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

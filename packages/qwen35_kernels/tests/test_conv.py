@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kernel_testing import assert_close, assert_same_bits, generator, tolerance
+from kernel_testing import assert_close, assert_same_bits, distant_rows, generator, tolerance
 from qwen35_kernels import (
     KernelInputError,
     StateLayout,
@@ -27,7 +27,7 @@ def make(seed: int, tokens: int, *, channels: int = 24, width: int = 4, slots: i
         hidden_size=8,
         hidden_dtype=dtype,
     )
-    arena = torch.full((slots, layout.image_bytes), 0xFF, dtype=torch.uint8)
+    arena = torch.empty(slots, layout.image_bytes, dtype=torch.uint8)
     history = layout.conv(arena, 1)
     history[1:] = torch.randn(slots - 1, channels, width - 1, generator=rng).to(dtype)
     x = torch.randn(tokens, channels, generator=rng).to(dtype)
@@ -172,6 +172,24 @@ def test_bad_prefill_input_is_refused_before_anything_is_written(changes: dict, 
     with pytest.raises(KernelInputError, match="causal_conv1d_prefill: " + message):
         causal_conv1d_prefill(**arguments)
     assert_same_bits(arena, before)
+
+
+def test_slots_beyond_two_gibibytes_are_reached() -> None:
+    x, weight, history, _ = make(18, 5)
+    rows, first = distant_rows(8192, 3, element_bytes=4)
+    far = rows.view(torch.float32)[:, : 24 * 3].unflatten(1, (24, 3))
+    far[first:] = history[1:4]
+    for step in (False, True):
+        outputs = []
+        for slots, at in ((history, 1), (far, first)):
+            where = {"weight": weight, "history": slots}
+            if step:
+                outputs.append(causal_conv1d_step(x=x[:2], **where, slots=torch.tensor([at, at + 2])))
+            else:
+                taps = [Tap(0, 2, at + 1)]
+                outputs.append(causal_conv1d_prefill(x=x, **where, slots=[at], cu_seqlens=[0, 5], bases=[0], taps=taps))
+        assert_same_bits(outputs[1], outputs[0])
+        assert_same_bits(far[first:], history[1:4])
 
 
 def test_bad_step_slots_are_refused() -> None:

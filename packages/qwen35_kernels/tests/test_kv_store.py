@@ -4,6 +4,7 @@ import torch
 from kernel_testing import (
     assert_close,
     assert_same_bits,
+    distant_rows,
     generator,
     nan_arena,
     store_sequence,
@@ -99,6 +100,19 @@ def test_a_row_does_not_depend_on_the_batch(profile: KVProfile, threads: int, se
     for begin, end in ((0, 1), (1, 77), (77, 130)):
         store_sequence(single, layout, 0, table, k[begin:end], v[begin:end], base=begin)
     assert_same_bits(whole, single)
+
+
+@pytest.mark.parametrize("profile", [KVProfile.FP32, KVProfile.K8V4])
+def test_pages_beyond_two_gibibytes_are_reached(profile: KVProfile) -> None:
+    layout = layout_of(profile)
+    near = nan_arena(layout, 3).arena
+    far, first = distant_rows(layout.page_bytes, 3, element_bytes=layout.v_format.value_dtype.itemsize)
+    far[first:].fill_(0xFF)
+    k, v = (torch.randn(2, 3, 64, generator=generator(45)) for _ in range(2))
+    pages, where = torch.tensor([2, 1]), {"layout": layout, "layer": 1, "rows": torch.tensor([5, 63])}
+    store_kv(k=k, v=v, arena=near, pages=pages, **where)
+    store_kv(k=k, v=v, arena=far, pages=pages + first, **where)
+    assert_same_bits(far[first:], near)
 
 
 def test_numbers_that_are_not_finite_stay_visible() -> None:

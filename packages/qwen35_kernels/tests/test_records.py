@@ -1,13 +1,21 @@
+import functools
 import itertools
+import os
 import random
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernel_testing import GuardedBytes, assert_same_bits, generator
-from qwen35_kernels import KernelInputError, KVProfile, PageLayout, StateLayout, copy_records
+from kernel_testing import GuardedBytes, assert_same_bits, distant_rows, generator
+from qwen35_kernels import KernelInputError, KVProfile, PageLayout, StateLayout
+from qwen35_kernels import copy_records as copy_records_of_the_package
 from qwen35_kernels.records import consecutive_runs
+
+# Where the backend is forced to Triton, whoever does not ask for the plain copy gets the kernel.
+copy_records = functools.partial(
+    copy_records_of_the_package, use_kernel=os.environ.get("QWEN35_KERNELS_BACKEND") == "triton"
+)
 
 
 def random_arena(seed: int, rows: int, row_bytes: int) -> GuardedBytes:
@@ -94,6 +102,17 @@ def test_an_image_may_land_at_another_offset() -> None:
     )
     assert_same_bits(destination[0, 256:], source.arena[2])
     assert bool((destination[1:] == 0).all())
+
+
+def test_rows_beyond_two_gibibytes_are_reached() -> None:
+    near = random_arena(95, 4, 16384)
+    far, first = distant_rows(16384, 4, element_bytes=8)
+    rows = [1, 3, 2]
+    there = [first + row for row in rows]
+    back = torch.zeros(4, 16384, dtype=torch.uint8)
+    copy_records(source=near.arena, destination=far, source_rows=rows, destination_rows=there)
+    copy_records(source=far, destination=back, source_rows=there, destination_rows=rows)
+    assert_same_bits(back[1:], near.arena[1:])
 
 
 def test_runs_cover_every_pair_once_in_order() -> None:

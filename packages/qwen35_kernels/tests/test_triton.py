@@ -34,9 +34,10 @@ INTERPRETED = {
         " or test_conv and (taps_equal or 3-4 or 130-4 or steps_match)"
         " or test_norms and matches or test_mlp and matches or test_rotary and matches and 16"
         " or test_moe and (37 or shared or one_expert)"
-        " or test_records and (round_trip or layer_slice)"
+        " or test_records"
         " or test_attention and (matches_the_oracle and 6-dtype0 or partitions or gate)"
         " or test_kv_store and (nearest or named_rows or finite)"
+        " or gibibytes and not nvfp4"
     ),
     "reversed": _CORE,
     "shuffled": _CORE,
