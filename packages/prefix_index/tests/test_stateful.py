@@ -17,9 +17,9 @@ from follower import Follower
 from paired_world import World
 
 LONG = settings.get_current_profile_name() == "long"
-settings.register_profile("prefix-index", max_examples=2000 if LONG else 40, stateful_step_count=30, deadline=None)
+settings.register_profile("prefix-index", max_examples=500 if LONG else 40, stateful_step_count=30, deadline=None)
 PROFILE = settings.get_profile("prefix-index")
-SEEDS = 2000 if LONG else 40
+SEEDS = 500 if LONG else 40
 STEPS = 150
 
 
