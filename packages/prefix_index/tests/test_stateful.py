@@ -17,9 +17,9 @@ from follower import Follower
 from paired_world import World
 
 LONG = settings.get_current_profile_name() == "long"
-settings.register_profile("prefix-index", max_examples=500 if LONG else 40, stateful_step_count=30, deadline=None)
+settings.register_profile("prefix-index", max_examples=1000 if LONG else 40, stateful_step_count=30, deadline=None)
 PROFILE = settings.get_profile("prefix-index")
-SEEDS = 500 if LONG else 40
+SEEDS = 1000 if LONG else 40
 STEPS = 150
 
 
@@ -88,13 +88,15 @@ def test_an_exported_index_restores_to_what_it_was() -> None:
             world.step()
         world.settle()
         tables = world.index.export()
-        other = World(random.Random(seed).randrange).index
+        other_world = World(random.Random(seed).randrange)
+        other = other_world.index
         other.restore(tables)
         other.check_invariants()
         assert other.export() == tables, f"seed {seed}"
-        late = Follower()
-        late.catch_up(other.state_events())
-        assert len(late.snapshots) == len(tables.snapshots)
+        if other_world.follower is not None:  # with forced collisions a hash names no block
+            late = Follower()
+            late.catch_up(other.state_events())
+            assert len(late.snapshots) == len(tables.snapshots), f"seed {seed}"
         restored += len(tables.snapshots)
     assert restored > SEEDS
 

@@ -1,8 +1,11 @@
 """Speed of the index on this machine: `python -m prefix_index.bench` prints one JSON object.
 
 Driven through public calls only. Every match gets a fresh equal copy of its prompt, since comparing a bytes object with
-itself would cost nothing; every edge ends in a snapshot, half of them with tails. Medians; times in microseconds.
+itself would cost nothing. A path is written in so many turns, each of which ends in a snapshot, half with a tail;
+`edges` in a name counts the turns, for a tree with a node a turn has as many. Here a path that nobody left is one edge,
+so `branches` is the same path with somebody else going another way after every turn. Medians; times in microseconds.
 `floor_startswith_240k_us` is what one compare of such a prompt costs here, the least any exact look-up can take.
+`hash_8k_us` is what the hashes of the blocks of `insert_8k_us` cost: the index derives only the one it needs.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from collections.abc import Callable
 
 from prefix_index.index import PrefixIndex
 from prefix_index.lease import Lease
-from prefix_index.prompt import Prompt
+from prefix_index.prompt import BlockScheme, Prompt, xxh3_block_hash
 from prefix_index.values import Freed, SnapshotKind
 
 BLOCK = 64
@@ -74,8 +77,8 @@ def percentile(times: list[float], share: float) -> float:
 
 
 def a_path(numbers: Numbers, tokens: bytes, first: int, turn: int) -> PrefixIndex:
-    """An index that holds `tokens`: a shared prefix of `first` tokens, then turns of `turn`, each its own edge with a
-    snapshot at its end; every other one has a tail."""
+    """An index that holds `tokens`: a shared prefix of `first` tokens, then turns of `turn`, with a snapshot at the end
+    of each; every other one has a tail."""
     index = PrefixIndex(block_tokens=BLOCK)
     prompt = index.prepare(tokens)
     lease = index.acquire(index.match(prompt))
@@ -96,8 +99,20 @@ def a_path(numbers: Numbers, tokens: bytes, first: int, turn: int) -> PrefixInde
     return index
 
 
+def leave(index: PrefixIndex, numbers: Numbers, tokens: bytes, first: int, turn: int) -> None:
+    """Let somebody go another way after every turn of `a_path`."""
+    width = BLOCK * TOKEN
+    for end in range(first, len(tokens) // TOKEN, turn):
+        depth = end // BLOCK
+        other = tokens[: depth * width] + numbers.tokens(BLOCK)
+        match = index.match(index.prepare(other + bytes(TOKEN)))
+        lease = index.acquire(match, match.best)
+        index.extend(lease, other[lease.depth * width :], numbers.pages(depth + 1 - lease.depth))
+        index.release(lease)
+
+
 def bench_match(runs: int, report: dict[str, object], spread: list[float]) -> None:
-    """The 240,000-token look-ups, with 41 and 400 edges, and pin + unpin of the first."""
+    """The 240,000-token look-ups, written in 41 and in 400 turns, and pin + unpin of the first."""
     numbers = Numbers(1)
     tokens = numbers.tokens(PROMPT)
     copy = fresh(tokens)
@@ -128,6 +143,11 @@ def bench_match(runs: int, report: dict[str, object], spread: list[float]) -> No
             report["matched_blocks"] = match.matched_blocks
             report["candidates"] = len(match.candidates)
             report["pin_unpin_41_edges_us"] = statistics.median(pin_unpin(index, prepare(), runs))
+        leave(index, numbers, tokens, first, turn)
+        report[f"match_240k_{edges}_branches_us"] = statistics.median(timed(runs, prepare, index.match))  # type: ignore[arg-type]
+        report[f"edges_with_{edges}_branches"] = index.stats().edges
+        if edges == 41:
+            report["pin_unpin_41_branches_us"] = statistics.median(pin_unpin(index, prepare(), runs))
     times = timed(runs, lambda: fresh(tokens), PrefixIndex(block_tokens=BLOCK).prepare)
     report["prepare_240k_us"] = statistics.median(times)
 
@@ -146,7 +166,7 @@ def pin_unpin(index: PrefixIndex, prompt: Prompt, runs: int) -> list[float]:
 
 
 def bench_insert(runs: int, report: dict[str, object]) -> None:
-    """8,192 new tokens below 232,000 cached ones: the hash of every new block and their insertion."""
+    """8,192 new tokens below 232,000 cached ones."""
     numbers = Numbers(2)
     tokens = numbers.tokens(232_000)
     index = a_path(numbers, tokens, 20_000, 5_300)
@@ -164,6 +184,9 @@ def bench_insert(runs: int, report: dict[str, object]) -> None:
         times.append((time.perf_counter() - begin) * 1e6)
         index.release(lease)
     report["insert_8k_us"] = statistics.median(times)
+    scheme = BlockScheme(BLOCK, xxh3_block_hash)
+    hashing = timed(max(runs, 40), lambda: numbers.tokens(8_192), lambda run: scheme.chain(0, run, None))  # type: ignore[arg-type]
+    report["hash_8k_us"] = statistics.median(hashing)
 
 
 class Trace:

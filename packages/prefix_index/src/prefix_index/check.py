@@ -14,9 +14,10 @@ from prefix_index.nodes import (
     Edge,
     Root,
     Snapshot,
+    stamps_of,
 )
-from prefix_index.prompt import TOKEN_BYTES
-from prefix_index.runs import hash_before
+from prefix_index.prompt import TOKEN_BYTES, BlockScheme
+from prefix_index.runs import hash_before, pieces_of
 from prefix_index.values import SnapshotKind
 
 
@@ -84,11 +85,13 @@ class _Facts:
         if edge.extras is not None:
             require(len(edge.extras) == size and any(edge.extras), "extras must be one per block or None", edge.extras)
         at = edge.start * scheme.block_bytes
-        hashes = scheme.chain(hash_before(parent, scheme, parent.end), b"".join(edge.runs), edge.extras)
+        runs, starts, keys = pieces_of(edge, scheme)
+        hashes = scheme.chain(hash_before(parent, scheme, parent.end), b"".join(runs), edge.extras)
         require(len(hashes) == size, "tokens must fill the edge", len(hashes), size)
-        require(edge.keys[0] is not None, "an edge must know its key", edge.start)
-        require(len(edge.runs) == len(edge.starts) == len(edge.keys), "every run needs a start and a key", edge.start)
-        for run, start, key in zip(edge.runs, edge.starts, edge.keys, strict=True):
+        require(edge.head is runs[0] and edge.key == keys[0], "the first run must be the head", edge.start)
+        require(edge.pieces is None or len(runs) > 1, "one piece needs no lists", edge.start)
+        require(len(runs) == len(starts) == len(keys), "every run needs a start and a key", edge.start)
+        for run, start, key in zip(runs, starts, keys, strict=True):
             require(start == at and len(run) % scheme.block_bytes == 0, "runs must follow each other", start, at)
             expected = hashes[at // scheme.block_bytes - edge.start]
             require(key is None or key == expected, "a run's key must be the hash of its first block", key, expected)
@@ -125,7 +128,7 @@ class _Facts:
         require(
             carrying == sorted(carrying, reverse=True), "children with retained snapshots must come first", carrying
         )
-        firsts = {(c.runs[0][: self.core.tree.scheme.block_bytes], c.extras[0] if c.extras else 0) for c in children}
+        firsts = {(c.head[: self.core.tree.scheme.block_bytes], c.extras[0] if c.extras else 0) for c in children}
         require(len(firsts) == len(children), "siblings must differ in their first block", edge.end)
         if len(children) > 1:
             twins = []
@@ -175,15 +178,17 @@ class _Facts:
         alive = edge.end if any(child.live for child in children) else max((s.at for s in snaps), default=edge.start)
         if end > max(pinned, alive, edge.start) and not edge.hbelow:
             self.dead.append((self.tick(edge, end), id(edge)))
-        ends = [end for end, _ in edge.stamps]
-        ticks = [tick for _, tick in edge.stamps]
-        require(ends == sorted(set(ends), reverse=True), "stamps must come deepest first", edge.stamps)
-        require(ticks == sorted(ticks), "recency must not rise towards the end", edge.stamps)
-        require(all(edge.start < end <= edge.end for end in ends), "stamps must lie in their edge", edge.stamps)
+        stamps = stamps_of(edge)
+        ends = [end for end, _ in stamps]
+        ticks = [tick for _, tick in stamps]
+        require(ends == sorted(set(ends), reverse=True), "stamps must come deepest first", stamps)
+        require(ticks == sorted(ticks), "recency must not rise towards the end", stamps)
+        require(all(edge.start < end <= edge.end for end in ends), "stamps must lie in their edge", stamps)
+        require(edge.older is None or bool(edge.older), "no older stamps must be None", edge.older)
 
     def tick(self, edge: Edge, depth: int) -> int:
         """Recency of the block before `depth`."""
-        return max((tick for end, tick in edge.stamps if end >= depth), default=0)
+        return max((tick for end, tick in stamps_of(edge) if end >= depth), default=0)
 
     def snapshots(self, edge: Edge) -> None:
         core = self.core
@@ -244,7 +249,7 @@ class _Facts:
                 snapshot.anc is None and snapshot.deps is None, "a superseded snapshot values nobody", snapshot.serial
             )
             return
-        above = nearest_retained(snapshot)
+        above = nearest_retained(snapshot, self.core.tree.scheme)
         expected = above.frontier if above is not None else 0
         anc = snapshot.anc
         # Two snapshots that differ in the extra of their tails stand at one frontier: either may be the nearest.
@@ -294,7 +299,7 @@ def _slot_key(snapshot: Snapshot) -> tuple[float, ...]:
     return 1, snapshot.value, snapshot.hit_tick
 
 
-def nearest_retained(snapshot: Snapshot) -> Snapshot | None:
+def nearest_retained(snapshot: Snapshot, scheme: BlockScheme) -> Snapshot | None:
     """The deepest retained snapshot whose prefix is a proper prefix of this one's, by comparing tokens."""
     assert snapshot.edge is not None
     path: list[Edge] = []
@@ -302,7 +307,7 @@ def nearest_retained(snapshot: Snapshot) -> Snapshot | None:
     while at is not None:
         path.append(at)
         at = at.parent
-    tokens = b"".join(run for edge in reversed(path) for run in edge.runs)
+    tokens = b"".join(run for edge in reversed(path) for run in pieces_of(edge, scheme)[0])
     own = tokens[: TOKEN_BYTES * snapshot.frontier - len(snapshot.tail)] + snapshot.tail
     above = [
         other

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from prefix_index.cost import CostModel
 from prefix_index.errors import InvalidArgument
-from prefix_index.nodes import Edge, Hold, Snapshot, pinned_device_blocks
+from prefix_index.nodes import Edge, Hold, Snapshot, pinned_device_blocks, stamp
 from prefix_index.order import kill
 from prefix_index.values import Freed, Pages, Pool, SnapshotKind
 
@@ -297,10 +297,7 @@ class Core:
         """Make the path to block `depth`, which lies in `edge`, the most recently released. O(edges)."""
         above = edge.parent
         while above is not None:
-            stamps = edge.stamps
-            while stamps and stamps[-1][0] <= depth:
-                stamps.pop()
-            stamps.append((depth, tick))
+            stamp(edge, depth, tick)
             edge = above
             depth = edge.end
             above = edge.parent

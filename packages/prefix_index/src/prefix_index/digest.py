@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from prefix_index.core import Core
 from prefix_index.nodes import FILLING_DEVICE, FILLING_HOST, HOST, Edge, Root, Snapshot, stamped
+from prefix_index.runs import pieces_of
 
 Row = dict[str, object]
 
@@ -74,7 +75,7 @@ class _Recorder:
         return {"inflation": self._core.inflation.hex(), "namespaces": namespaces}
 
     def _first_block(self, edge: Edge) -> tuple[bytes, int]:
-        return edge.runs[0][: self._core.tree.scheme.block_bytes], edge.extras[0] if edge.extras else 0
+        return edge.head[: self._core.tree.scheme.block_bytes], edge.extras[0] if edge.extras else 0
 
     def _tree(self, root: Root, blocks: list[Row]) -> None:
         order: list[Edge] = []
@@ -92,7 +93,7 @@ class _Recorder:
     def _blocks(self, edge: Edge, holds: int, blocks: list[Row]) -> None:
         width = self._core.tree.scheme.block_bytes
         pools = self._core.geometry.num_pools
-        tokens = b"".join(edge.runs)
+        tokens = b"".join(pieces_of(edge, self._core.tree.scheme)[0])
         anchored: dict[int, list[Snapshot]] = {}
         for snapshot in edge.snaps:
             anchored.setdefault(snapshot.at, []).append(snapshot)

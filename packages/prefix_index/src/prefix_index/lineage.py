@@ -81,7 +81,7 @@ def shared(snapshot: Snapshot, scheme: BlockScheme) -> bool:
         going_on = None
         child = edge.first
         while child is not None:
-            if child.runs[0].startswith(snapshot.tail):
+            if child.head.startswith(snapshot.tail):
                 if going_on is not None:
                     return True
                 going_on = child

@@ -29,6 +29,7 @@ def find(root: Root | None, match: Match) -> None:
     startswith = prompt._tokens.startswith
     extras = prompt._block_extras
     scheme = prompt._scheme
+    width = scheme.block_bytes
     depth = 0
     node: Edge = root
     while True:
@@ -38,15 +39,22 @@ def find(root: Root | None, match: Match) -> None:
         edge = node.first
         if edge is None or depth < node.end:
             break
-        if edge.next is not None:
+        position = depth * width
+        alike = startswith(edge.head, position)
+        if not alike and edge.next is not None:  # not the first child: the block's hash says which
             hashes = prompt._hashes
             if depth >= len(hashes):
                 break
             edge = node.branch.get(hashes[depth])  # type: ignore[union-attr]
             if edge is None:
                 break
-        alike = edge.extras is extras or _extras_agree(edge, extras)
-        if alike and all(map(startswith, edge.runs, edge.starts)):
+            alike = startswith(edge.head, position)
+        if alike and edge.extras is not extras:
+            alike = _extras_agree(edge, extras)
+        if alike and edge.pieces is not None:
+            runs, starts, _ = edge.pieces
+            alike = all(map(startswith, runs, starts))
+        if alike:
             depth = edge.end
         else:
             edge, same = _longest_twin(edge, prompt, scheme)

@@ -20,7 +20,6 @@ however much it carries: they change along a path only as far as a zero becomes 
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
 from collections.abc import Callable
 from operator import attrgetter
@@ -39,27 +38,30 @@ HAS_TAIL = 32
 KIND_SHIFT = 6
 
 
+Pieces = tuple[list[bytes], list[int], list[int | None]]
+"""Runs of tokens, the byte of the path each begins at, the hash of its first block or None."""
+
+
 class Walked:
     """What a match touches. A base class, so that these fields come first and share a cache line."""
 
-    __slots__ = ("branch", "end", "extras", "first", "next", "runs", "snaps", "starts", "wheres")
+    __slots__ = ("branch", "end", "extras", "first", "head", "next", "pieces", "snaps", "wheres")
 
     branch: dict[int, Edge] | None
     end: int
     extras: tuple[int, ...] | None
     first: Edge | None
+    head: bytes
     next: Edge | None
-    runs: list[bytes]
+    pieces: Pieces | None
     snaps: list[Snapshot]
-    starts: array[int]
     wheres: bytearray
 
 
 class Edge(Walked):
     """A run of blocks [start, end) below `parent`; children hang at its end.
 
-    Its tokens are `runs`, pieces of whole blocks; the run at place i begins at byte starts[i] of the whole path, and
-    its first block has the hash keys[i], None until somebody asks; the edge's own is always there. `snaps` are ordered
+    Its tokens are `head` and, where that does not hold them all, `pieces`, see `runs.py`. `snaps` are ordered
     by frontier, `wheres` has the `where` of each. Both grow in place at their ends only; any other change puts new ones
     in their place, so that a match may keep what it saw.
     """
@@ -72,21 +74,23 @@ class Edge(Walked):
         "holds",  # holds that end inside this edge, or None
         "host",
         "kept",  # the retained ones of `snaps`, in the same order
-        "keys",
+        "key",  # hash of the first block
         "last",
         "live",  # units of snapshots
         "lost",  # block depths whose latest snapshot was lost, ascending, or None
+        "older",  # (block depth, tick) of the stretches below `upto`, deepest first, or None
         "pages",  # interleaved by pool: page of block i in pool p is pages[i * pools + p]
         "parent",
         "pins",  # holds ending here plus pinned children
         "prev",
         "queued",
         "slabs",
-        "stamps",  # (block depth, tick): the blocks down to there, from the next entry's, were last released then
         "start",
         "tails",  # block depths of the snapshots whose tail has a device copy, ascending, or None
+        "tick",  # when the blocks down to `upto` were last released
         "twin",  # next child of the same parent with an equal key
         "units",  # units of retained snapshots
+        "upto",  # block depth; the edge's start while none of its blocks was ever released
     )
 
     parent: Edge | None
@@ -95,10 +99,9 @@ class Edge(Walked):
     twin: Edge | None
     holds: list[Hold] | None
     kept: list[Snapshot]
-    keys: list[int | None]
     pages: list[int]
     slabs: list[int]
-    stamps: list[tuple[int, int]]
+    older: list[tuple[int, int]] | None
     lost: list[int] | None
     tails: list[int] | None
     below: int
@@ -106,37 +109,33 @@ class Edge(Walked):
     dev: int
     hbelow: int
     host: int
+    key: int
     live: int
     pins: int
     queued: Entry | None
     start: int
+    tick: int
     units: int
+    upto: int
 
     def __init__(self, parent: Edge | None, start: int, end: int, extras: tuple[int, ...] | None) -> None:
         self.parent = parent
         self.start = start
         self.end = end
         self.extras = extras
-        self.runs = []
-        self.starts = array("Q")
-        self.keys = []
+        self.head = b""
+        self.pieces = None
         self.pages = []
         self.slabs = []
-        self.stamps = []
         self.snaps = []
         self.wheres = bytearray()
         self.kept = []
-        self.branch = self.holds = self.lost = self.tails = None
+        self.branch = self.holds = self.lost = self.older = self.tails = None
+        self.upto = start
+        self.key = self.tick = 0
         self.first = self.last = self.next = self.prev = self.twin = None
         self.dev = self.host = self.below = self.hbelow = self.live = self.units = self.pins = 0
         self.queued = self.dead_queued = None
-
-    @property
-    def key(self) -> int:
-        """The hash of the first block."""
-        key = self.keys[0]
-        assert key is not None
-        return key
 
 
 class Root(Edge):
@@ -288,11 +287,39 @@ def stamped(edge: Edge, depth: int) -> tuple[int, int]:
     """(tick, first block) of the stretch of equal recency that ends with the block before `depth`; tick 0 when that
     block was never released."""
     tick = 0
-    for end, older in edge.stamps:  # deepest first
-        if end < depth:
-            return tick, end
-        tick = older
-    return tick, edge.start
+    if edge.older is not None:
+        for end, older in edge.older:
+            if end < depth:
+                return tick, end
+            tick = older
+    return (tick, edge.upto) if edge.upto < depth else (edge.tick, edge.start)
+
+
+def stamp(edge: Edge, depth: int, tick: int) -> None:
+    """The blocks of `edge` down to `depth` were released at `tick`, which is later than any before."""
+    older = edge.older
+    if edge.upto > depth:
+        edge.older = [*older, (edge.upto, edge.tick)] if older is not None else [(edge.upto, edge.tick)]
+    elif older is not None:
+        edge.older = [(end, before) for end, before in older if end > depth] or None
+    edge.upto = depth
+    edge.tick = tick
+
+
+def stamps_of(edge: Edge) -> list[tuple[int, int]]:
+    """(block depth, tick) of every stretch of equal recency, deepest first."""
+    return [*(edge.older or ()), (edge.upto, edge.tick)] if edge.upto > edge.start else []
+
+
+def stamps_down_to(stamps: list[tuple[int, int]], depth: int) -> list[tuple[int, int]]:
+    """What is left of `stamps` when the blocks from `depth` on are left out."""
+    within = [stamp for stamp in stamps if stamp[0] < depth]
+    return [(depth, stamps[-len(within) - 1][1]), *within] if len(within) < len(stamps) else within
+
+
+def set_stamps(edge: Edge, stamps: list[tuple[int, int]]) -> None:
+    edge.older = stamps[:-1] or None
+    edge.upto, edge.tick = stamps[-1] if stamps else (edge.start, 0)
 
 
 def root_of(edge: Edge) -> Root:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from prefix_index.core import Core, anchor
 from prefix_index.errors import InvalidArgument, WrongState
@@ -16,8 +16,7 @@ from prefix_index.tree import starts_with
 from prefix_index.values import SnapshotKind, Tier
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
+class Publication(NamedTuple):
     """What `publish` did. When not `created`, an equal snapshot was there: the caller keeps slot and pages."""
 
     snapshot: SnapshotHandle

@@ -1,11 +1,11 @@
 """The tokens of an edge: pieces of whole blocks, so that growing an edge copies no more than its last piece.
 
-    path bytes   |starts[0]                |starts[1]        |starts[2]
-    runs         |...... 128 blocks .......|... 128 blocks ..|... 17 ...|
-    keys         |hash of its first block  |hash, or None    |...
+    runs     |...... 128 blocks .......|... 128 blocks ..|... 17 ...|     the first is `head`
+    starts   |byte of the path         |                 |
+    keys     |hash of its first block  |hash, or None    |...             the first is `key`
 
-A look-up compares piece after piece at its place in the prompt. Only children at a branch, events and tables need
-hashes: they are derived when somebody asks.
+Most edges have one piece; then there are no lists at all. A look-up compares piece after piece at its place in the
+prompt. Only children at a branch, events and tables need hashes: they are derived when somebody asks.
 Depths are absolute blocks of the path throughout.
 """
 
@@ -14,78 +14,112 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 
-from prefix_index.nodes import Edge, Root
+from prefix_index.nodes import Edge, Pieces, Root
 from prefix_index.prompt import BlockScheme
+
+
+def pieces_of(edge: Edge, scheme: BlockScheme) -> Pieces:
+    """(runs, starts, keys) of `edge`; new lists when it has one piece."""
+    return edge.pieces or ([edge.head], [edge.start * scheme.block_bytes], [edge.key])
+
+
+def set_pieces(edge: Edge, pieces: Pieces) -> None:
+    edge.head = pieces[0][0]
+    key = pieces[2][0]
+    assert key is not None
+    edge.key = key
+    edge.pieces = pieces if len(pieces[0]) > 1 else None
+
+
+def set_tokens(edge: Edge, scheme: BlockScheme, tokens: bytes, key: int) -> None:
+    """Give a new edge its tokens; `key` is the hash of the first block."""
+    edge.key = key
+    edge.head = tokens[: scheme.run_bytes]
+    if len(tokens) > scheme.run_bytes:
+        add_tokens(edge, scheme, edge.start + scheme.run_bytes // scheme.block_bytes, tokens[scheme.run_bytes :], None)
 
 
 def add_tokens(edge: Edge, scheme: BlockScheme, depth: int, tokens: bytes, key: int | None) -> None:
     """Put whole blocks behind what `edge` has, the first at `depth`; `key` is its hash where the caller knows it."""
-    runs = edge.runs
     size = len(tokens)
     limit = scheme.run_bytes
-    if runs and len(runs[-1]) + size <= limit:
-        runs[-1] += tokens
+    if edge.pieces is None and len(edge.head) + size <= limit:
+        edge.head += tokens
         return
-    start = depth * scheme.block_bytes
-    for first in range(0, size, limit):
-        runs.append(tokens[first : first + limit])
-        edge.starts.append(start + first)
-        edge.keys.append(None if first else key)
+    pieces = runs, starts, keys = pieces_of(edge, scheme)
+    if len(runs[-1]) + size <= limit:
+        runs[-1] += tokens
+    else:
+        start = depth * scheme.block_bytes
+        for first in range(0, size, limit):
+            runs.append(tokens[first : first + limit])
+            starts.append(start + first)
+            keys.append(None if first else key)
+    set_pieces(edge, pieces)
 
 
 def cut_tokens(edge: Edge, scheme: BlockScheme, depth: int) -> None:
     """Drop the tokens from `depth` on, which lies above the end of `edge` and below its start."""
+    runs, starts, keys = pieces_of(edge, scheme)
     end = depth * scheme.block_bytes
-    place = bisect_right(edge.starts, end - 1)
-    del edge.runs[place:], edge.starts[place:], edge.keys[place:]
-    edge.runs[-1] = edge.runs[-1][: end - edge.starts[-1]]
+    place = bisect_right(starts, end - 1)
+    runs, starts = runs[:place], starts[:place]
+    runs[-1] = runs[-1][: end - starts[-1]]
+    set_pieces(edge, (runs, starts, keys[:place]))
 
 
 def move_tokens(edge: Edge, upper: Edge, scheme: BlockScheme, depth: int) -> None:
     """Move the tokens before `depth`, which lies inside `edge`, to the new edge `upper`."""
-    cut = depth * scheme.block_bytes
     key = hash_at(edge, scheme, depth)
-    place = bisect_right(edge.starts, cut - 1)
-    upper.runs, upper.starts, upper.keys = edge.runs[:place], edge.starts[:place], edge.keys[:place]
-    del edge.runs[:place], edge.starts[:place], edge.keys[:place]
-    last = upper.runs[-1]
-    size = cut - upper.starts[-1]
+    runs, starts, keys = pieces_of(edge, scheme)
+    cut = depth * scheme.block_bytes
+    place = bisect_right(starts, cut - 1)
+    above = runs[:place], starts[:place], keys[:place]
+    below = runs[place:], starts[place:], keys[place:]
+    size = cut - starts[place - 1]
+    last = runs[place - 1]
     if size < len(last):
-        upper.runs[-1] = last[:size]
-        edge.runs.insert(0, last[size:])
-        edge.starts.insert(0, cut)
-        edge.keys.insert(0, key)
+        above[0][-1] = last[:size]
+        below = [last[size:], *below[0]], [cut, *below[1]], [key, *below[2]]
+    else:
+        below[2][0] = key
+    set_pieces(upper, above)
+    set_pieces(edge, below)
 
 
 def tokens_between(edge: Edge, scheme: BlockScheme, first: int, end: int) -> bytes:
     """The tokens of the blocks [first, end) of `edge`."""
     begin, stop = first * scheme.block_bytes, end * scheme.block_bytes
-    starts = edge.starts
+    runs, starts, _ = pieces_of(edge, scheme)
     parts = []
     for place in range(bisect_right(starts, begin) - 1, len(starts)):
         start = starts[place]
         if start >= stop:
             break
-        parts.append(edge.runs[place][max(0, begin - start) : stop - start])
+        parts.append(runs[place][max(0, begin - start) : stop - start])
     return b"".join(parts)
 
 
 def goes_on_with(edge: Edge, scheme: BlockScheme, depth: int, tail: bytes) -> bool:
     """Whether the block at `depth` of `edge` starts with `tail`."""
     position = depth * scheme.block_bytes
-    place = bisect_right(edge.starts, position) - 1
-    return edge.runs[place].startswith(tail, position - edge.starts[place])
+    if edge.pieces is None:
+        return edge.head.startswith(tail, position - edge.start * scheme.block_bytes)
+    runs, starts, _ = edge.pieces
+    place = bisect_right(starts, position) - 1
+    return runs[place].startswith(tail, position - starts[place])
 
 
 def agreement(edge: Edge, scheme: BlockScheme, depth: int, tokens: bytes, at: int, limit: int) -> int:
     """How many blocks of `edge` from `depth` on equal those of `tokens` from byte `at` on, at most `limit`."""
     width = scheme.block_bytes
+    runs, starts, _ = pieces_of(edge, scheme)
     same = 0
     while same < limit:
         position = (depth + same) * width
-        place = bisect_right(edge.starts, position) - 1
-        run = edge.runs[place]
-        offset = position - edge.starts[place]
+        place = bisect_right(starts, position) - 1
+        run = runs[place]
+        offset = position - starts[place]
         left = min(limit - same, (len(run) - offset) // width)
         if left * width == len(run) and tokens.startswith(run, at + same * width):
             same += left
@@ -121,9 +155,9 @@ def hash_at(edge: Edge, scheme: BlockScheme, depth: int) -> int:
     """The hash of the block at `depth` of `edge`, chained from the next key above; passed pieces remember theirs."""
     width = scheme.block_bytes
     position = depth * width
-    starts = edge.starts
+    _, starts, keys = pieces_of(edge, scheme)
     last = place = bisect_right(starts, position) - 1
-    while (known := edge.keys[place]) is None:
+    while (known := keys[place]) is None:
         place -= 1
     while True:
         block = starts[place] // width  # whose hash is `known`
@@ -134,7 +168,7 @@ def hash_at(edge: Edge, scheme: BlockScheme, depth: int) -> int:
         if place == last:
             return known
         place += 1
-        edge.keys[place] = known
+        keys[place] = known
 
 
 def hash_before(edge: Edge, scheme: BlockScheme, depth: int) -> int:

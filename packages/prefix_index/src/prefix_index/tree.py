@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from prefix_index.nodes import Edge, Root
+from prefix_index.nodes import Edge, Root, set_stamps, stamps_down_to, stamps_of
 from prefix_index.prompt import BlockScheme, namespace_hash
-from prefix_index.runs import add_tokens, cut_tokens, goes_on_with, move_tokens
+from prefix_index.runs import add_tokens, cut_tokens, goes_on_with, move_tokens, set_tokens
 
 
 def common_extras(
@@ -48,7 +48,7 @@ class Tree:
         if edge.branch is not None:
             child = edge.branch.get(key)
         while child is not None:
-            if child.runs[0].startswith(block) and (child.extras[0] if child.extras else 0) == extra:
+            if child.head.startswith(block) and (child.extras[0] if child.extras else 0) == extra:
                 return child
             child = child.twin
         return None
@@ -60,7 +60,7 @@ class Tree:
         Counts device units, not pins."""
         num_blocks = len(tokens) // self.scheme.block_bytes
         edge = Edge(parent, parent.end, parent.end + num_blocks, extras)
-        add_tokens(edge, self.scheme, edge.start, tokens, key)
+        set_tokens(edge, self.scheme, tokens, key)
         self._link_last(parent, edge)
         if edge.prev is not None:
             self._into_branch(parent, edge)
@@ -145,10 +145,11 @@ class Tree:
         upper.dev, edge.dev = min(edge.dev, size), max(0, edge.dev - size)
         upper.slabs, edge.slabs = edge.slabs[:size], edge.slabs[size:]
         upper.host, edge.host = min(edge.host, size), max(0, edge.host - size)
-        upper.stamps = [(min(end, at), tick) for i, (end, tick) in enumerate(edge.stamps) if _below(edge, i) < at]
-        edge.stamps = [(end, tick) for end, tick in edge.stamps if end > at]
+        stamps = stamps_of(edge)
         self._divide_snapshots(edge, upper, at)
         edge.start = at
+        set_stamps(upper, stamps_down_to(stamps, at))
+        set_stamps(edge, [stamp for stamp in stamps if stamp[0] > at])
         edge.parent = upper
         upper.first = upper.last = edge
         upper.below = 1 if edge.dev else 0
@@ -215,11 +216,7 @@ class Tree:
             cut_tokens(edge, self.scheme, end)
             if edge.extras is not None:
                 edge.extras = edge.extras[:size] if any(edge.extras[:size]) else None
-            stamps = edge.stamps
-            while len(stamps) > 1 and stamps[1][0] >= end:
-                del stamps[0]
-            if stamps and stamps[0][0] > end:
-                stamps[0] = end, stamps[0][1]
+            set_stamps(edge, stamps_down_to(stamps_of(edge), end))
             edge.lost = _divided(edge.lost, end)[0]
             return
         parent = edge.parent
@@ -254,12 +251,7 @@ def starts_with(edge: Edge, scheme: BlockScheme, depth: int, below: Edge | None,
         return True
     if depth < edge.end:
         return goes_on_with(edge, scheme, depth, tail)
-    return below is not None and below.runs[0].startswith(tail)
-
-
-def _below(edge: Edge, i: int) -> int:
-    """Where the stretch of the i-th stamp of `edge` begins."""
-    return edge.stamps[i + 1][0] if i + 1 < len(edge.stamps) else edge.start
+    return below is not None and below.head.startswith(tail)
 
 
 def _divided(depths: list[int] | None, at: int) -> tuple[list[int] | None, list[int] | None]:

@@ -6,7 +6,7 @@ import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 from prefix_index.errors import InvalidArgument
 
@@ -48,8 +48,7 @@ class Pool:
     lag: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Extension:
+class Extension(NamedTuple):
     """What `extend` did, as (first block, end block) ranges in absolute blocks, shallowest first.
 
     Pages of inserted and reattached blocks belong to the index now; those of duplicates stay with the caller."""
@@ -69,8 +68,7 @@ class SnapshotCopies:
     slabs: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Freed:
+class Freed(NamedTuple):
     """Handles the index gave up, each kind in the order in which it did. They belong to the caller again."""
 
     pages: tuple[Pages, ...] = ()
