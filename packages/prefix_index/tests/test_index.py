@@ -524,6 +524,20 @@ def test_a_prompt_prepared_for_other_blocks_is_refused() -> None:
         make(pools=())
 
 
+def test_children_of_equal_tokens_are_told_apart_by_their_extras() -> None:
+    """Whichever came first: the look-up tries the first child before it asks the hash."""
+    index = make(snapshots=False)
+    driver = Driver(index)
+    tokens = list(range(12))
+    ways: list[tuple[tuple[int, int], ...]] = [(), ((5, 7),), ((5, 8),)]
+    for extras in ways:
+        driver.run(tokens, extras=extras)
+    for extras in ways:
+        match = index.match(index.prepare([*tokens, 0], extras=extras))
+        assert (match.matched_blocks, len(match.candidates)) == (3, 3)
+    assert index.match(index.prepare([*tokens, 0], extras=((5, 9),))).matched_blocks == 1
+
+
 def said(match: Match) -> list[object]:
     return [match.reason, *((c.frontier, c.kind, c.restore_bytes, c.filling) for c in match.candidates)]
 

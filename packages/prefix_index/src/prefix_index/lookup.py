@@ -40,7 +40,7 @@ def find(root: Root | None, match: Match) -> None:
         if edge is None or depth < node.end:
             break
         position = depth * width
-        alike = startswith(edge.head, position)
+        alike = startswith(edge.head, position) and (edge.extras is extras or _extras_agree(edge, extras))
         if not alike and edge.next is not None:  # not the first child: the block's hash says which
             hashes = prompt._hashes
             if depth >= len(hashes):
@@ -48,9 +48,7 @@ def find(root: Root | None, match: Match) -> None:
             edge = node.branch.get(hashes[depth])  # type: ignore[union-attr]
             if edge is None:
                 break
-            alike = startswith(edge.head, position)
-        if alike and edge.extras is not extras:
-            alike = _extras_agree(edge, extras)
+            alike = startswith(edge.head, position) and (edge.extras is extras or _extras_agree(edge, extras))
         if alike and edge.pieces is not None:
             runs, starts, _ = edge.pieces
             alike = all(map(startswith, runs, starts))
