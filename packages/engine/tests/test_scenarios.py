@@ -292,6 +292,31 @@ def test_a_long_answer_takes_pages_from_the_cache_and_never_from_another_lane() 
     assert rig.ask(turn_after(tokens_of(32, 500), 3, [1, 2]), 3).cached_tokens == 0
 
 
+@pytest.mark.parametrize("copies", ["write-through", "prefetch"])
+def test_an_answer_does_not_end_early_because_copies_hold_the_pages(
+    copies: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that are being written to the Host, or filled for whoever waits, are the cache's: growth still wins."""
+    monkeypatch.setattr("qwen35_engine.core.OUTPUT_WINDOW_TOKENS", 64)
+    rig = Rig(lanes=1 if copies == "prefetch" else 2, slabs=200, pages=12, max_taps=0)
+    cached = tokens_of(44, 400)
+    if copies == "prefetch":
+        rig.ask(cached, 3)
+        rig.bench.land_all()
+        rig.bench.lose_device()
+    growing = rig.submit(tokens_of(45, 60), 500)
+    rig.turn()
+    rig.submit(turn_after(cached, 3, [1]), 3)
+    while not (rig.bench.writes.num_pending_parts or rig.bench.reads.num_pending_parts):
+        rig.turn()
+    while growing in rig.open:
+        rig.turn()
+    (record,) = [record for record in rig.records if record.request_id == growing]
+    assert record.usage.completion_tokens == 500
+    rig.run_dry()
+    rig.check_nothing_is_lost()
+
+
 # ---- interrupted ------------------------------------------------------------------------------------------------
 
 

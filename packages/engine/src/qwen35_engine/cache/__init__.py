@@ -136,8 +136,13 @@ class PrefixCache:
         return self._admission.start(quote)
 
     def grow(self, lane: LaneMemory, tokens: int) -> bool:
-        """See ``Admission.grow``."""
-        return self._admission.grow(lane, tokens)
+        """Make room for the KV of ``tokens`` tokens; False when every page is held by a running sequence.
+
+        Raises:
+            CopyFailed: a copy that held pages failed; the engine has to end.
+        """
+        # What copies still read or write is given up for it as well, as soon as they have landed.
+        return self._admission.grow(lane, tokens) or (self.drain() and self._admission.grow(lane, tokens))
 
     def commit(self, lane: LaneMemory, tokens: array[int], computed: int) -> None:
         """See ``Publisher.commit``."""

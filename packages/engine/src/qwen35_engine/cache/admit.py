@@ -121,7 +121,7 @@ class Admission:
         return lane
 
     def grow(self, lane: LaneMemory, tokens: int) -> bool:
-        """Make room for the KV of ``tokens`` tokens; False when every page is held by a running sequence."""
+        """Make room for the KV of ``tokens`` tokens; False when no page is free or can be evicted now."""
         short = -(-tokens // BLOCK_TOKENS) - len(lane.pages)
         if short <= 0:
             return True
