@@ -306,13 +306,19 @@ class Core:
         if not running:
             return
         width = max(lane.computed // BLOCK_TOKENS for lane in running) + 1
-        rows = torch.tensor([lane.memory.row for lane in running], device=self._device)
+        # One transfer for all four.
+        tokens, positions, rows, slots = torch.tensor(
+            [
+                [lane.tokens[lane.computed] for lane in running],
+                [lane.computed for lane in running],
+                [lane.memory.row for lane in running],
+                [lane.memory.slot for lane in running],
+            ],
+            device=self._device,
+        ).unbind()
         try:
             hidden = self._model.decode(
-                tokens=self._to_device(array("i", [lane.tokens[lane.computed] for lane in running])),
-                positions=torch.tensor([lane.computed for lane in running], device=self._device),
-                block_tables=self.cache.block_tables[rows, :width],
-                slots=torch.tensor([lane.memory.slot for lane in running], device=self._device),
+                tokens=tokens, positions=positions, block_tables=self.cache.block_tables[rows, :width], slots=slots
             )
         except Exception as error:
             if len(running) > 1 or _concerns_all(error):
@@ -346,11 +352,11 @@ class Core:
         logits = self._model.logits(hidden)
         ids = self._sampler(logits, rows)
         now = self._clock()
-        for lane, token, row in zip(lanes, ids, logits, strict=True):
+        for i, (lane, token) in enumerate(zip(lanes, ids, strict=True)):
             lane.tokens.append(token)
             lane.times.token(now)
             wanted = lane.job.request.logprobs
-            lane.job.stream.put(NewTokens((token,), () if wanted is None else (_logprobs(row, token, wanted),)))
+            lane.job.stream.put(NewTokens((token,), () if wanted is None else (_logprobs(logits[i], token, wanted),)))
             if token in lane.job.request.stop_token_ids:
                 self._finish(lane, "stop")
             elif lane.completion_tokens >= lane.job.max_tokens:
