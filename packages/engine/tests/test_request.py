@@ -61,7 +61,7 @@ def test_events_come_in_order_and_nothing_after_the_last() -> None:
     for event in events:
         stream.put(event)
     stream.put(NewTokens((6,)))
-    stream.put(Failed(RequestError("late")))
+    stream.put(Failed(RequestError("late"), END.usage))
     assert list(stream) == events
     assert stream.take() == []
 

@@ -388,7 +388,7 @@ class Core:
             )
         )
         self._on_end()
-        job.stream.put(Finished(ending, usage) if isinstance(ending, str) else Failed(ending))
+        job.stream.put(Finished(ending, usage) if isinstance(ending, str) else Failed(ending, usage))
 
     def _usage(self, lane: Lane) -> Usage:
         return Usage(

@@ -127,13 +127,18 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class Finished:
+    """The answer is complete, or ended by a cancel."""
+
     reason: FinishReason
     usage: Usage
 
 
 @dataclass(frozen=True)
 class Failed:
+    """There is no answer, or no more of it. It has cost what ``usage`` says all the same."""
+
     error: EngineError
+    usage: Usage
 
 
 Event = Started | NewTokens | Finished | Failed
