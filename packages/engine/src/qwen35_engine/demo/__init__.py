@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 import tempfile
 from importlib import resources
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from ..checkpoint.config import read_config
 from ..model.weights import allocate_weights, stored_tensors
+from ..user_files import cache_folder
 
 __all__ = ["demo_folder"]
 
@@ -39,22 +39,11 @@ def demo_folder(parent: Path | None = None) -> Path:
     files = _text_files()
     # The name says what is inside, so that another version of the package never meets an old folder.
     digest = hashlib.sha256(json.dumps([_SEED, files], sort_keys=True).encode()).hexdigest()[:12]
-    parent = parent or _cache_folder()
+    parent = parent or cache_folder()
     folder = parent / f"demo-{digest}"
     if not folder.is_dir():
         _make(folder, files)
     return folder
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(base) if base else Path.home() / ".cache") / "qwen35"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        return Path(tempfile.gettempdir())
 
 
 def _make(folder: Path, files: dict[str, str]) -> None:
