@@ -1,11 +1,11 @@
-"""What has to hold between the records of requests, their sums, and the funnel."""
+"""What has to hold between the reports of requests, their sums, and the funnel."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 
-from qwen35_engine import MissReason, RequestRecord, Totals
+from qwen35_engine import MissReason, RequestReport, Totals
 
 # The stages in their order, and the buckets in front of each.
 STAGES: tuple[tuple[str, frozenset[str]], ...] = (
@@ -20,17 +20,17 @@ STAGES: tuple[tuple[str, frozenset[str]], ...] = (
 )
 
 
-def bucket(record: RequestRecord) -> str:
+def bucket(report: RequestReport) -> str:
     """Where one request left the funnel; empty if it came through."""
-    if not record.usage.cached_tokens:
-        assert record.usage.reuse.reason is not None, f"a miss without a reason: {record}"
-        return record.usage.reuse.reason.value
-    return "" if record.executed else "not_executed"
+    if not report.usage.cached_tokens:
+        assert report.usage.reuse.reason is not None, f"a miss without a reason: {report}"
+        return report.usage.reuse.reason.value
+    return "" if report.executed else "not_executed"
 
 
-def check_record(record: RequestRecord) -> None:
+def check_report(report: RequestReport) -> None:
     """Every number of one request is possible beside the others."""
-    usage, reuse, timing = record.usage, record.usage.reuse, record.usage.timing
+    usage, reuse, timing = report.usage, report.usage.reuse, report.usage.timing
     assert reuse.device_tokens >= 0
     assert reuse.host_tokens >= 0
     assert reuse.cached_tokens < usage.prompt_tokens
@@ -41,12 +41,12 @@ def check_record(record: RequestRecord) -> None:
         assert reuse.cached_tokens > reuse.matched_tokens - 64
     assert usage.completion_tokens >= 0
     assert min(usage.taps_taken, usage.taps_skipped) >= 0
-    assert (record.outcome == "failed") == (record.error is not None)
+    assert (report.outcome == "failed") == (report.error is not None)
     assert timing.queued_seconds >= 0
     assert timing.staged_seconds >= 0
     assert timing.queued_seconds + timing.staged_seconds <= timing.total_seconds + 1e-9
     if usage.completion_tokens:
-        assert record.executed
+        assert report.executed
         assert timing.first_token_seconds is not None
         assert timing.queued_seconds <= timing.first_token_seconds <= timing.total_seconds
     else:
@@ -55,13 +55,13 @@ def check_record(record: RequestRecord) -> None:
     assert timing.token_seconds is None or timing.token_seconds >= 0
 
 
-def check_books(records: Sequence[RequestRecord], totals: Totals) -> None:
-    """The totals are the sums of the records; each request that is in one stage of the funnel and not in the next is in
+def check_books(reports: Sequence[RequestReport], totals: Totals) -> None:
+    """The totals are the sums of the reports; each request that is in one stage of the funnel and not in the next is in
     exactly one bucket between them."""
-    for record in records:
-        check_record(record)
-    assert len({record.request_id for record in records}) == len(records) == totals.requests
-    usages = [record.usage for record in records]
+    for report in reports:
+        check_report(report)
+    assert len({report.request_id for report in reports}) == len(reports) == totals.requests
+    usages = [report.usage for report in reports]
     assert totals.prompt_tokens == sum(usage.prompt_tokens for usage in usages)
     assert totals.completion_tokens == sum(usage.completion_tokens for usage in usages)
     assert totals.device_tokens + totals.host_tokens == sum(usage.cached_tokens for usage in usages)
@@ -69,7 +69,7 @@ def check_books(records: Sequence[RequestRecord], totals: Totals) -> None:
     assert totals.restored_bytes == sum(usage.reuse.restored_bytes for usage in usages)
     assert totals.taps_taken == sum(usage.taps_taken for usage in usages)
     assert totals.taps_skipped == sum(usage.taps_skipped for usage in usages)
-    outcomes = Counter(record.outcome for record in records)
+    outcomes = Counter(report.outcome for report in reports)
     assert (totals.stopped, totals.length) == (outcomes["stop"], outcomes["length"])
     assert (totals.cancelled, totals.failed) == (outcomes["cancelled"], outcomes["failed"])
     hits = [usage for usage in usages if usage.cached_tokens]
@@ -79,14 +79,14 @@ def check_books(records: Sequence[RequestRecord], totals: Totals) -> None:
     assert {reason: count for reason, count in totals.partial.items() if count} == partial
 
     funnel = totals.funnel()
-    buckets = Counter(bucket(record) for record in records)
+    buckets = Counter(bucket(report) for report in reports)
     assert set(funnel.rejected) == {reason.value for reason in MissReason} | {"not_executed"}
     assert {name: count for name, count in funnel.rejected.items() if count} == {
         name: count for name, count in buckets.items() if name
     }
     assert set().union(*(names for _, names in STAGES)) == set(funnel.rejected), "a bucket belongs to no stage"
     above = funnel.requests
-    assert above == len(records)
+    assert above == len(reports)
     for stage, names in STAGES:
         here = getattr(funnel, stage)
         assert above - here == sum(funnel.rejected[name] for name in names) >= 0, stage

@@ -15,7 +15,7 @@ from qwen35_engine import (
     Finished,
     GenerationRequest,
     NewTokens,
-    RequestRecord,
+    RequestReport,
     SamplingParams,
     Started,
     TokenStream,
@@ -72,11 +72,11 @@ class Rig:
                 prefix_reuse=True,
             ),
             device=torch.device("cpu"),
-            on_request=lambda record: self.records.append(record),
+            on_request=lambda report: self.reports.append(report),
             clock=lambda: self.now,
         )
         self.now = 0.0
-        self.records: list[RequestRecord] = []
+        self.reports: list[RequestReport] = []
         self.started: dict[int, int] = {}
         self._next = 0
         self.open: dict[int, tuple[TokenStream, list[int], int]] = {}

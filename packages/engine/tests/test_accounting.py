@@ -14,7 +14,7 @@ from books import bucket, check_books
 from core_rig import Rig, tokens_of
 from fake_model import continuation
 from prefix_index import CostModel, Prompt, Reason
-from qwen35_engine import MissReason, RequestRecord, Reuse, TapHints, Timing, Totals, Usage
+from qwen35_engine import MissReason, RequestReport, Reuse, TapHints, Timing, Totals, Usage
 from qwen35_engine.accounting import Accounts, Stopwatch
 from qwen35_engine.cache import AdmissionQuote
 from test_core import TRUNK
@@ -98,7 +98,7 @@ def run_schedule(rng: random.Random, rig: Watched, *, faults: bool) -> None:
         else:
             for _ in range(rng.randrange(1, 6)):
                 rig.turn()
-    check_books(rig.records, rig.core.accounts.totals)
+    check_books(rig.reports, rig.core.accounts.totals)
     rig.run_dry()
 
 
@@ -118,29 +118,29 @@ def test_random_schedules_leave_each_request_in_one_bucket(faults: bool) -> None
         )
         run_schedule(rng, rig, faults=faults)
         totals, funnel = rig.core.accounts.totals, rig.core.accounts.totals.funnel()
-        check_books(rig.records, totals)
+        check_books(rig.reports, totals)
         # The streams' side.
         assert funnel.requests == len(rig.ended), f"seed {seed}"
         told = [event.usage for event, _ in rig.ended]
         assert sum(usage.prompt_tokens for usage in told) == totals.prompt_tokens
         assert sum(usage.cached_tokens for usage in told) == totals.device_tokens + totals.host_tokens
         assert sum(usage.completion_tokens for usage in told) == totals.completion_tokens
-        for record in rig.records:
-            assert record.usage.cached_tokens == rig.started.get(record.request_id, 0)
-            if record.request_id in rig.opted_out:
-                assert bucket(record) == "disabled"
-            elif record.request_id not in rig.started:
-                assert bucket(record) == "not_admitted"
+        for report in rig.reports:
+            assert report.usage.cached_tokens == rig.started.get(report.request_id, 0)
+            if report.request_id in rig.opted_out:
+                assert bucket(report) == "disabled"
+            elif report.request_id not in rig.started:
+                assert bucket(report) == "not_admitted"
             else:
-                assert bucket(record) in rig.buckets[record.request_id], f"seed {seed}: {record}"
-            seen.add(bucket(record))
+                assert bucket(report) in rig.buckets[report.request_id], f"seed {seed}: {report}"
+            seen.add(bucket(report))
         # The index's and the model's.
         index = rig.bench.cache.index.stats()
         assert funnel.executed == index.hits
-        executed = [record.usage for record in rig.records if record.executed]
+        executed = [report.usage for report in rig.reports if report.executed]
         assert sum(usage.cached_tokens for usage in executed) == index.tokens_resumed
         if not faults:
-            usages = [record.usage for record in rig.records]
+            usages = [report.usage for report in rig.reports]
             computed = sum(u.prompt_tokens - u.cached_tokens + u.completion_tokens - 1 for u in usages)
             assert rig.model.computed_tokens == computed, f"seed {seed}"
     assert {"", "disabled", "not_cached", "namespace", "no_snapshot", "image_evicted"} <= seen
@@ -151,7 +151,7 @@ def test_random_schedules_leave_each_request_in_one_bucket(faults: bool) -> None
 
 
 def reuse_of(rig: Rig, request_id: int) -> Reuse:
-    (found,) = [record.usage.reuse for record in rig.records if record.request_id == request_id]
+    (found,) = [report.usage.reuse for report in rig.reports if report.request_id == request_id]
     return found
 
 
@@ -293,7 +293,7 @@ def test_whoever_ends_while_waiting_was_not_admitted() -> None:
     rig.now = 7.0
     rig.core.cancel(set(waiting))
     assert [reuse_of(rig, number).reason for number in waiting] == [MissReason.NOT_ADMITTED, MissReason.DISABLED]
-    assert rig.records[0].usage.timing == Timing(queued_seconds=7.0, total_seconds=7.0)
+    assert rig.reports[0].usage.timing == Timing(queued_seconds=7.0, total_seconds=7.0)
     assert running in rig.open
 
 
@@ -305,7 +305,7 @@ def test_a_lane_that_ends_before_its_first_pass_is_no_executed_hit() -> None:
     rig.core._admit()
     rig.core.cancel({request_id})
     rig.read()
-    assert not rig.records[-1].executed
+    assert not rig.reports[-1].executed
     funnel = rig.core.accounts.totals.funnel()
     assert (funnel.requests, funnel.leased, funnel.executed) == (2, 1, 0)
     assert funnel.rejected["not_executed"] == 1
@@ -329,7 +329,7 @@ def test_times_are_those_of_the_injected_clock() -> None:
         rig.turn()
         if rig.core._lanes and next(iter(rig.core._lanes.values())).completion_tokens:
             rig.now += 1.0
-    assert rig.records[-1].usage.timing == Timing(
+    assert rig.reports[-1].usage.timing == Timing(
         queued_seconds=3.0, first_token_seconds=8.0, token_seconds=1.0, total_seconds=10.0
     )
 
@@ -345,7 +345,7 @@ def test_a_restore_is_staged_until_it_was_seen_to_land() -> None:
     rig.now = 2.5
     rig.bench.reads.land_all()
     rig.run_dry()
-    (ended,) = [record for record in rig.records if record.request_id == request_id]
+    (ended,) = [report for report in rig.reports if report.request_id == request_id]
     assert ended.usage.timing.staged_seconds == 2.5
 
 
@@ -362,46 +362,46 @@ def test_a_request_without_a_token_has_no_time_to_one() -> None:
 # ---- the listener ---------------------------------------------------------------------------------------------------
 
 
-def a_record() -> RequestRecord:
+def a_report() -> RequestReport:
     usage = Usage(
         prompt_tokens=10,
         completion_tokens=2,
         reuse=Reuse(reason=MissReason.NOT_CACHED),
         timing=Timing(queued_seconds=0.5, first_token_seconds=1.0, token_seconds=0.25, total_seconds=2.0),
     )
-    return RequestRecord(request_id=1, outcome="stop", error=None, executed=True, usage=usage)
+    return RequestReport(request_id=1, outcome="stop", error=None, executed=True, usage=usage)
 
 
 def test_a_listener_hears_every_record_and_may_fail() -> None:
-    heard: list[RequestRecord] = []
+    heard: list[RequestReport] = []
 
-    def listener(record: RequestRecord) -> None:
-        heard.append(record)
+    def listener(report: RequestReport) -> None:
+        heard.append(report)
         if len(heard) > 1:
             raise OSError("no space left")
 
     accounts = Accounts(listener)
     for number in (1, 2, 3):
-        accounts.settle(replace(a_record(), request_id=number))
-    assert [record.request_id for record in heard] == [1, 2, 3]
+        accounts.settle(replace(a_report(), request_id=number))
+    assert [report.request_id for report in heard] == [1, 2, 3]
     assert accounts.unheard == 2
     assert accounts.totals.requests == 3
 
 
 def test_a_failing_listener_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    def listener(record: RequestRecord) -> None:
+    def listener(report: RequestReport) -> None:
         raise OSError("no space left")
 
     accounts = Accounts(listener)
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
-            accounts.settle(a_record())
+            accounts.settle(a_report())
     assert len(caplog.records) == 1
 
 
 def test_totals_are_replaced_and_never_changed() -> None:
     before = Totals()
-    after = before.plus(a_record())
+    after = before.plus(a_report())
     assert before == Totals()
     assert after.misses[MissReason.NOT_CACHED] == 1
     assert before.misses[MissReason.NOT_CACHED] == 0

@@ -111,7 +111,7 @@ class Schedules(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "rig"):
             self.rig.run_dry()
-            check_books(self.rig.records, self.rig.core.accounts.totals)
+            check_books(self.rig.reports, self.rig.core.accounts.totals)
             self.rig.check_nothing_is_lost()
 
 

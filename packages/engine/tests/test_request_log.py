@@ -18,7 +18,7 @@ import pytest
 
 from core_rig import Rig, tokens_of
 from fake_model import continuation
-from qwen35_engine import MissReason, OptionError, RequestLog, RequestRecord, Reuse, TapHints, Timing, Usage
+from qwen35_engine import MissReason, OptionError, RequestLog, RequestReport, Reuse, TapHints, Timing, Usage
 
 PAGE = Path(__file__).parents[3] / "docs" / "observability.md"
 
@@ -64,15 +64,15 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def a_record(number: int = 1, **changes: Any) -> RequestRecord:
+def a_report(number: int = 1, **changes: Any) -> RequestReport:
     usage = Usage(
         prompt_tokens=10,
         completion_tokens=2,
         reuse=Reuse(reason=MissReason.NOT_CACHED),
         timing=Timing(queued_seconds=0.25, first_token_seconds=1.0, token_seconds=0.1234567, total_seconds=2.0),
     )
-    record = RequestRecord(request_id=number, outcome="stop", error=None, executed=True, usage=usage)
-    return replace(record, **changes)
+    report = RequestReport(request_id=number, outcome="stop", error=None, executed=True, usage=usage)
+    return replace(report, **changes)
 
 
 def test_the_page_lists_every_reason() -> None:
@@ -82,7 +82,7 @@ def test_the_page_lists_every_reason() -> None:
 def test_a_line(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     with RequestLog(path, clock=lambda: 1_700_000_000.12345) as log:
-        log(a_record())
+        log(a_report())
     start, line = lines_of(path)
     assert (start["event"], start["schema"], start["time"]) == ("start", 1, 1_700_000_000.123)
     assert line == {
@@ -164,7 +164,7 @@ def test_runs_follow_each_other_in_one_file(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     for _ in range(2):
         with RequestLog(path) as log:
-            log(a_record())
+            log(a_report())
             log.close()
     assert [line["event"] for line in lines_of(path)] == ["start", "request"] * 2
     assert not stat.S_IMODE(path.stat().st_mode) & 0o022
@@ -198,11 +198,11 @@ def largest_file(num_bytes: int) -> Iterator[None]:
 def test_a_disk_that_fills_up_costs_lines_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "requests.jsonl"
     with RequestLog(path) as log:
-        log(a_record(1))
+        log(a_report(1))
         with largest_file(path.stat().st_size + 100):  # room for a part of the next line
-            log(a_record(2))
-            log(a_record(3))
-        log(a_record(4))
+            log(a_report(2))
+            log(a_report(3))
+        log(a_report(4))
     assert [line.get("request_id") for line in lines_of(path)] == [None, 1, 4]
     assert (log.written, log.lost) == (2, 2)
     assert len(caplog.records) == 1
@@ -214,7 +214,7 @@ def test_a_reader_that_stops_does_not_stop_the_engine(tmp_path: Path) -> None:
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with RequestLog(path) as log:
         for number in range(1000):  # far more than a pipe holds
-            log(a_record(number))
+            log(a_report(number))
     assert log.written > 10
     assert log.lost > 10
     text = b""

@@ -24,8 +24,8 @@ def turn_after(history: Sequence[int], answered: int, new: Sequence[int]) -> lis
 
 
 def cached_of(rig: Rig, request_id: int) -> int:
-    (record,) = [record for record in rig.records if record.request_id == request_id]
-    return record.usage.cached_tokens
+    (report,) = [report for report in rig.reports if report.request_id == request_id]
+    return report.usage.cached_tokens
 
 
 def computed_since(rig: Rig, before: int) -> int:
@@ -251,7 +251,7 @@ def test_more_requests_than_lanes_slots_and_pages_all_finish_in_order() -> None:
     asked = [rig.submit(tokens_of(seed, 40 + 13 * seed), 8) for seed in range(30)]
     rig.run_dry()
     assert all(isinstance(event, Finished) for event, _ in rig.ended)
-    assert sorted(record.request_id for record in rig.records) == asked
+    assert sorted(report.request_id for report in rig.reports) == asked
     rig.check_nothing_is_lost()
 
 
@@ -285,7 +285,7 @@ def test_a_long_answer_takes_pages_from_the_cache_and_never_from_another_lane() 
     rig.ask(tokens_of(32, 500), 3)
     one, two = (rig.submit(tokens_of(seed, 60), 330) for seed in (33, 34))
     rig.run_dry()
-    assert {record.request_id: record.usage.completion_tokens for record in rig.records if record.request_id > 1} == {
+    assert {report.request_id: report.usage.completion_tokens for report in rig.reports if report.request_id > 1} == {
         one: 330,
         two: 330,
     }
@@ -311,8 +311,8 @@ def test_an_answer_does_not_end_early_because_copies_hold_the_pages(
         rig.turn()
     while growing in rig.open:
         rig.turn()
-    (record,) = [record for record in rig.records if record.request_id == growing]
-    assert record.usage.completion_tokens == 500
+    (report,) = [report for report in rig.reports if report.request_id == growing]
+    assert report.usage.completion_tokens == 500
     rig.run_dry()
     rig.check_nothing_is_lost()
 
@@ -401,6 +401,6 @@ def test_what_is_reported_as_cached_is_what_was_not_computed() -> None:
     rig = Rig(slabs=30, pages=20, snapshots=3)
     for seed in range(40):
         rig.ask([*SYSTEM[: 7 * seed], *tokens_of(500 + seed % 5, 30 + seed)], 1 + seed % 7)
-    usages = [record.usage for record in rig.records]
+    usages = [report.usage for report in rig.reports]
     assert sum(u.prompt_tokens - u.cached_tokens + u.completion_tokens - 1 for u in usages) == rig.model.computed_tokens
     assert sum(usage.cached_tokens for usage in usages) > 1000

@@ -20,7 +20,7 @@
 from prefix_index import Stats as IndexStats
 from prefix_index import TapHints
 
-from .accounting import Funnel, Outcome, RequestListener, RequestRecord, Totals
+from .accounting import Funnel, Outcome, RequestListener, RequestReport, Totals
 from .cache import CacheStats
 from .engine import Engine, EngineStats
 from .errors import (
@@ -85,7 +85,7 @@ __all__ = [
     "RequestError",
     "RequestListener",
     "RequestLog",
-    "RequestRecord",
+    "RequestReport",
     "Reuse",
     "Sampler",
     "SamplingParams",

@@ -1,6 +1,6 @@
-"""The books: one record per request that has ended, and the totals of all of them.
+"""The books: one report per request that has ended, and the totals of all of them.
 
-A request is counted once, whole, when it ends; so the totals equal the sum of the records at any moment, and a request
+A request is counted once, whole, when it ends; so the totals equal the sum of the reports at any moment, and a request
 still running is in none of them.
 """
 
@@ -14,7 +14,7 @@ from typing import Literal
 from .request import FinishReason
 from .usage import MissReason, Timing, Usage
 
-__all__ = ["Accounts", "Funnel", "Outcome", "RequestListener", "RequestRecord", "Stopwatch", "Totals"]
+__all__ = ["Accounts", "Funnel", "Outcome", "RequestListener", "RequestReport", "Stopwatch", "Totals"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ Outcome = FinishReason | Literal["failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestRecord:
+class RequestReport:
     """A request that has ended. Holds no token and nothing a client wrote.
 
     Attributes:
@@ -40,7 +40,7 @@ class RequestRecord:
     usage: Usage
 
 
-RequestListener = Callable[[RequestRecord], None]
+RequestListener = Callable[[RequestReport], None]
 
 
 @dataclass(eq=False)
@@ -150,9 +150,9 @@ class Totals:
     misses: Mapping[MissReason, int] = field(default_factory=_none_yet)
     partial: Mapping[MissReason, int] = field(default_factory=_none_yet)
 
-    def plus(self, record: RequestRecord) -> Totals:
+    def plus(self, report: RequestReport) -> Totals:
         """These totals with one more request."""
-        usage, reuse, outcome = record.usage, record.usage.reuse, record.outcome
+        usage, reuse, outcome = report.usage, report.usage.reuse, report.outcome
         hit = reuse.cached_tokens > 0
         return replace(
             self,
@@ -170,7 +170,7 @@ class Totals:
             taps_skipped=self.taps_skipped + usage.taps_skipped,
             device_hits=self.device_hits + (hit and not reuse.restored_bytes),
             host_hits=self.host_hits + (hit and reuse.restored_bytes > 0),
-            unexecuted_hits=self.unexecuted_hits + (hit and not record.executed),
+            unexecuted_hits=self.unexecuted_hits + (hit and not report.executed),
             misses=self.misses if hit else _one_more(self.misses, reuse.reason),
             partial=_one_more(self.partial, reuse.reason) if hit else self.partial,
         )
@@ -195,9 +195,9 @@ def _one_more(counts: Mapping[MissReason, int], reason: MissReason | None) -> Ma
 
 
 class Accounts:
-    """Keeps the totals and tells a listener of every record. Written by the worker; ``totals`` may be read anywhere.
+    """Keeps the totals and tells a listener of every report. Written by the worker; ``totals`` may be read anywhere.
 
-    A listener that raises loses that record and is counted; nothing else happens.
+    A listener that raises loses that report and is counted; nothing else happens.
     """
 
     def __init__(self, listener: RequestListener | None = None) -> None:
@@ -205,13 +205,13 @@ class Accounts:
         self.totals = Totals()
         self.unheard = 0
 
-    def settle(self, record: RequestRecord) -> None:
+    def settle(self, report: RequestReport) -> None:
         """Count a request that has ended."""
-        self.totals = self.totals.plus(record)  # replaced whole, so that a reader never sees half a request
+        self.totals = self.totals.plus(report)  # replaced whole, so that a reader never sees half a request
         if self._listener is None:
             return
         try:
-            self._listener(record)
+            self._listener(report)
         except Exception:
             self.unheard += 1
             if self.unheard == 1:

@@ -21,7 +21,7 @@ from prefix_index import Readiness, Tap, plan_taps
 from qwen35_kernels import BLOCK_TOKENS, log_probabilities
 from slab_pool import CopyFailed
 
-from .accounting import Accounts, RequestListener, RequestRecord, Stopwatch
+from .accounting import Accounts, RequestListener, RequestReport, Stopwatch
 from .cache import AdmissionQuote, PrefixCache
 from .cache.coalesce import deepest_wait
 from .errors import EngineError, ExecutionError, QueueTimeout, RequestError
@@ -79,7 +79,7 @@ class Core:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``on_end`` is called for each request that ends, just before its stream is told, and ``on_request`` with its
-        record. ``clock`` gives seconds and never goes back."""
+        report. ``clock`` gives seconds and never goes back."""
         self.cache = cache
         self.accounts = Accounts(on_request)
         self._model = model
@@ -379,7 +379,7 @@ class Core:
         """Close the books on a request and tell its stream; ``lane`` is what it ran in, if it got so far."""
         usage = self._usage_waiting(job) if lane is None else self._usage(lane)
         self.accounts.settle(
-            RequestRecord(
+            RequestReport(
                 request_id=job.stream.request_id,
                 outcome=ending if isinstance(ending, str) else "failed",
                 error=None if isinstance(ending, str) else type(ending).__name__,

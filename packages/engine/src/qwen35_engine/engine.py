@@ -42,7 +42,7 @@ class EngineStats:
     """What runs, what waits, what ended requests add up to, the cache's gauges, and the index's gauges and counters.
 
     Of those running, ``prefilling`` are still in their prompt. ``refused`` counts requests that found the queue full,
-    ``unheard`` records that the engine's listener failed to take.
+    ``unheard`` reports that the engine's listener failed to take.
     """
 
     running: int
@@ -81,7 +81,7 @@ class Engine:
             weights: on the device to run on.
             options: what to choose; the rest is derived.
             sampler: draws tokens instead of the engine's own.
-            on_request: called on the worker's thread with the record of each request that ends, before its stream is
+            on_request: called on the worker's thread with the report of each request that ends, before its stream is
                 told; must return at once.
 
         Raises:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .accounting import RequestRecord
+from .accounting import RequestReport
 from .errors import OptionError
 
 __all__ = ["RequestLog"]
@@ -52,10 +52,10 @@ class RequestLog:
                 raise OptionError(f"the request log {self._path} must be writable, got: {error.strerror}") from error
             on_failure.pop_all()
 
-    def __call__(self, record: RequestRecord) -> None:
+    def __call__(self, report: RequestReport) -> None:
         """Append one request. Never raises for what the file system does."""
         try:
-            self._append(_fields(record))
+            self._append(_fields(report))
             self.written += 1
         except OSError as error:
             self.lost += 1
@@ -85,17 +85,17 @@ class RequestLog:
             raise OSError(0, f"only {count} of {len(line)} bytes were written")
 
 
-def _fields(record: RequestRecord) -> dict[str, Any]:
-    usage, reuse, timing = record.usage, record.usage.reuse, record.usage.timing
+def _fields(report: RequestReport) -> dict[str, Any]:
+    usage, reuse, timing = report.usage, report.usage.reuse, report.usage.timing
 
     def seconds(value: float | None) -> float | None:
         return None if value is None else round(value, 6)
 
     return {
         "event": "request",
-        "request_id": record.request_id,
-        "outcome": record.outcome,
-        "error": record.error,
+        "request_id": report.request_id,
+        "outcome": report.outcome,
+        "error": report.error,
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "cached_tokens": usage.cached_tokens,
@@ -104,7 +104,7 @@ def _fields(record: RequestRecord) -> dict[str, Any]:
         "matched_tokens": reuse.matched_tokens,
         "restored_bytes": reuse.restored_bytes,
         "reason": reuse.reason,
-        "executed": record.executed,
+        "executed": report.executed,
         "taps_taken": usage.taps_taken,
         "taps_skipped": usage.taps_skipped,
         "queued_seconds": seconds(timing.queued_seconds),
