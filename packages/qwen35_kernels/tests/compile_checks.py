@@ -3,9 +3,9 @@
 Run in a process of its own: `python compile_checks.py 90`. Compilation fails where the interpreter is on.
 """
 
+import dataclasses
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
-from qwen35_kernels.layout import BLOCK_TOKENS, KVProfile, PageLayout
+from qwen35_kernels.layout import KVProfile, PageLayout
 from qwen35_kernels.sequences import Tap, plan_sequences
 from qwen35_kernels.triton import attention, conv, delta_rule, kv_store, moe, records, rows
 from qwen35_kernels.triton.launch import Launch
@@ -60,10 +60,11 @@ def meta(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def delta_launches(model: Model, dtype: torch.dtype) -> Iterator[Launch]:
-    state = meta(9, 4 * model.value_heads * 128 * 128, dtype=torch.float32)[:, : model.value_heads * 128 * 128]
-    state = state.view(9, model.value_heads, 128, 128)
-    sizes = [model.key_heads * 128, model.key_heads * 128, model.value_heads * 128]
-    q, k, v = (x.view(TOKENS, -1, 128) for x in torch.split(meta(TOKENS, sum(sizes), dtype=dtype), sizes, dim=1))
+    dim = model.delta_dim
+    state = meta(9, 4 * model.value_heads * dim * dim, dtype=torch.float32)[:, : model.value_heads * dim * dim]
+    state = state.view(9, model.value_heads, dim, dim)
+    sizes = [model.key_heads * dim, model.key_heads * dim, model.value_heads * dim]
+    q, k, v = (x.view(TOKENS, -1, dim) for x in torch.split(meta(TOKENS, sum(sizes), dtype=dtype), sizes, dim=1))
     g = beta = meta(TOKENS, model.value_heads, dtype=torch.float32)
     plans = plan_sequences(
         "compile",
@@ -128,17 +129,11 @@ def moe_launches(model: Model, dtype: torch.dtype) -> Iterator[Launch]:
     yield from moe.plan_experts(x=x, gate_up=gate_up, down=down, groups=groups, y=x)
 
 
-# Profiles compiled by default: a full set takes a core some minutes a target (QWEN35_TEST_COMPILE=all).
-DEFAULT_PROFILES = {KVProfile.BF16, KVProfile.FP32, KVProfile.NVFP4}
-
-
-def all_launches(*, complete: bool) -> Iterator[tuple[str, Launch]]:
+def all_launches() -> Iterator[tuple[str, Launch]]:
     """Every model in bf16, and the smallest in fp32 as well."""
     for name, model in MODELS.items():
         for dtype in (torch.bfloat16, torch.float32) if name == "0.8B" else (torch.bfloat16,):
             profiles = {KVProfile.FP32} if dtype == torch.float32 else set(KVProfile) - {KVProfile.FP32}
-            if not complete:
-                profiles &= DEFAULT_PROFILES
             label = f"{name}/{str(dtype).removeprefix('torch.')}"
             for launch in (*delta_launches(model, dtype), *row_launches(model, dtype)):
                 yield label, launch
@@ -233,13 +228,15 @@ def oversized_launch() -> Launch:
     )
 
 
-# In float32 these take half a minute each to compile and spill by kilobytes (docs/kernels.md): of their
-# code only the precision of every product is looked at.
+# In float32 these take half a minute each to compile at a model's shapes and spill by kilobytes
+# (docs/kernels.md): of their code only the precision of every product is looked at, before any target, and once
+# more in the machine code of a small instance.
 ONLY_READ_IN_FP32 = ("delta_prepare", "delta_scan", "attend_prefill", "attend_decode")
+SMALL = Model(64, 2, 2, 2, 2, 64, head_dim=32, delta_dim=16)
 
 
-def intermediate_code(launch: Launch, capability: int) -> str:
-    """Triton's own representation, before any target."""
+def lowered(launch: Launch, capability: int, stages: int = 0) -> str:
+    """The code after so many of the compiler's stages (ttir, ttgir, llir, ptx); 0: before any target."""
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
     context = ir.context()
@@ -247,7 +244,28 @@ def intermediate_code(launch: Launch, capability: int) -> str:
     backend.load_dialects(context)
     options = backend.parse_options({"num_warps": launch.num_warps, "enable_fp_fusion": False})
     functions = backend.get_codegen_implementation(options)
-    return str(source_of(launch).make_ir(target, options, functions, backend.get_module_map(), context))
+    source = source_of(launch)
+    code = source.make_ir(target, options, functions, backend.get_module_map(), context)
+    passes: dict[str, Any] = {}
+    backend.add_stages(passes, options, source.language)
+    for name in ("ttir", "ttgir", "llir", "ptx")[:stages]:
+        code = passes[name](code, {"target": target, **vars(options)})
+    return str(code)
+
+
+def small_fp32_launches() -> Iterator[Launch]:
+    """The kernels that are only read, with the smallest tiles a product takes."""
+    every = (*delta_launches(SMALL, torch.float32), *attention_launches(SMALL, torch.float32, KVProfile.FP32))
+    for launch in every:
+        if launch.kernel.__name__ in ONLY_READ_IN_FP32:
+            small = {name: 16 for name in ("BT", "BLOCK", "BM") if name in launch.constants}
+            yield dataclasses.replace(launch, constants={**launch.constants, **small}, num_warps=1)
+
+
+def tensor_core_products(launch: Launch, capability: int, precision: str) -> int:
+    """Instructions of tf32 products in the PTX when the kernel's dots name this precision."""
+    named = dataclasses.replace(launch, constants={**launch.constants, "PRECISION": precision})
+    return len(re.findall(r"mma[^\n;]*tf32", lowered(named, capability, stages=4)))
 
 
 def single_passes(code: str) -> int:
@@ -259,7 +277,7 @@ def measure(label: str, launch: Launch, capability: int) -> dict[str, Any]:
     promised_fp32 = launch.constants.get("PRECISION") == "tf32x3"
     common = {"label": label, "kernel": launch.kernel.__name__, "promises_fp32": promised_fp32}
     if promised_fp32 and launch.kernel.__name__ in ONLY_READ_IN_FP32:
-        code = intermediate_code(launch, capability)
+        code = lowered(launch, capability)
         return {**common, "dots": code.count("tt.dot"), "single_pass_tf32": single_passes(code)}
     compiled = compile_launch(launch, capability)
     return {
@@ -276,15 +294,18 @@ def measure(label: str, launch: Launch, capability: int) -> dict[str, Any]:
 def main(capability: int) -> None:
     results = []
     seen = set()
-    complete = os.environ.get("QWEN35_TEST_COMPILE") == "all"
-    for label, launch in all_launches(complete=complete):
+    for label, launch in all_launches():
         source = source_of(launch)
         key = (launch.kernel.__name__, source.hash(), launch.num_warps, launch.num_stages)
         if key not in seen and math.prod(launch.grid):
             seen.add(key)
             results.append(measure(label, launch, capability))
     bad = measure("deliberately bad", oversized_launch(), capability)
-    print(json.dumps({"kernels": results, "oversized": bad, "block_tokens": BLOCK_TOKENS}))
+    passes = {
+        launch.kernel.__name__: [tensor_core_products(launch, capability, p) for p in ("tf32", "tf32x3")]
+        for launch in small_fp32_launches()
+    }
+    print(json.dumps({"kernels": results, "oversized": bad, "passes": passes}))
 
 
 if __name__ == "__main__":

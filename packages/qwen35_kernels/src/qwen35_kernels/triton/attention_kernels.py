@@ -12,12 +12,13 @@ import triton.language as tl
 
 @triton.jit
 def _fp4_value(code):
-    """The number behind a 4-bit code: 0, 0.5, 1, 1.5, 2, 3, 4, 6 with the sign in bit 3."""
-    low = (code & 1).to(tl.float32)
-    level = (code >> 1) & 3
-    power = tl.where(level == 3, 4.0, tl.where(level == 2, 2.0, 1.0))
-    size = tl.where(level == 0, 0.5 * low, (1.0 + 0.5 * low) * power)
-    return tl.where((code & 8) != 0, -size, size)
+    """The number behind a 4-bit code: 0, 0.5, 1, 1.5, 2, 3, 4, 6 with the sign in bit 3.
+
+    The code's two bits of exponent and one of mantissa, put where float32 has its lowest ones, are the number times
+    2^-126, subnormal codes included.
+    """
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
@@ -114,6 +115,79 @@ def _attend_page(
     return b_new, b_sum, b_o0, b_o1
 
 
+@triton.jit
+def _attend_pages(
+    q_ptr,
+    mask,
+    position,
+    k_ptr,
+    ks_ptr,
+    v_ptr,
+    vs_ptr,
+    k_page,
+    ks_page,
+    v_page,
+    vs_page,
+    table_ptr,
+    begin,
+    end,
+    length,
+    i_hk,
+    scale,
+    BM: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_GROUP: tl.constexpr,
+):
+    """Attention of BM rows of queries at `position`, the halves of each at q_ptr [BM, D/2], over a block table's
+    pages [begin, end), of which `length` keys count: (maximum, sum, output halves not divided by it)."""
+    HALF: tl.constexpr = D // 2
+    b_q0 = tl.load(q_ptr, mask=mask, other=0.0).to(DOT)
+    b_q1 = tl.load(q_ptr + HALF, mask=mask, other=0.0).to(DOT)
+    b_max = tl.full([BM], float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros([BM], dtype=tl.float32)
+    b_o0 = tl.zeros([BM, HALF], dtype=tl.float32)
+    b_o1 = tl.zeros([BM, HALF], dtype=tl.float32)
+    for i_page in range(begin, end):
+        page = tl.load(table_ptr + i_page)
+        b_max, b_sum, b_o0, b_o1 = _attend_page(
+            b_q0,
+            b_q1,
+            b_max,
+            b_sum,
+            b_o0,
+            b_o1,
+            position,
+            k_ptr,
+            ks_ptr,
+            v_ptr,
+            vs_ptr,
+            k_page,
+            ks_page,
+            v_page,
+            vs_page,
+            page,
+            i_page * BLOCK,
+            length,
+            i_hk,
+            scale,
+            D,
+            BLOCK,
+            DOT,
+            PRECISION,
+            K_FORMAT,
+            K_GROUP,
+            V_FORMAT,
+            V_GROUP,
+        )
+    return b_max, b_sum, b_o0, b_o1
+
+
 @triton.jit(do_not_specialize=["H", "GROUPS", "stride_table"])
 def attend_prefill(
     q_ptr,
@@ -158,46 +232,36 @@ def attend_prefill(
     position = base + rows
     mask = valid[:, None] & (cols < HALF)[None, :]
     source = q_ptr + token[:, None] * stride_token + i_h * stride_head + cols[None, :]
-    b_q0 = tl.load(source, mask=mask, other=0.0).to(DOT)
-    b_q1 = tl.load(source + HALF, mask=mask, other=0.0).to(DOT)
-    b_max = tl.full([BM], float("-inf"), dtype=tl.float32)
-    b_sum = tl.zeros([BM], dtype=tl.float32)
-    b_o0 = tl.zeros([BM, HALF], dtype=tl.float32)
-    b_o1 = tl.zeros([BM, HALF], dtype=tl.float32)
     # Keys up to the block's last query; the sequence's end bounds what the pages hold.
     length = base + tl.minimum(end - first, BM)
-    for i_page in range((length + BLOCK - 1) // BLOCK):
-        page = tl.load(tables_ptr + i_n * stride_table + i_page)
-        b_max, b_sum, b_o0, b_o1 = _attend_page(
-            b_q0,
-            b_q1,
-            b_max,
-            b_sum,
-            b_o0,
-            b_o1,
-            position,
-            k_ptr,
-            ks_ptr,
-            v_ptr,
-            vs_ptr,
-            k_page,
-            ks_page,
-            v_page,
-            vs_page,
-            page,
-            i_page * BLOCK,
-            length,
-            i_h // GROUPS,
-            scale,
-            D,
-            BLOCK,
-            DOT,
-            PRECISION,
-            K_FORMAT,
-            K_GROUP,
-            V_FORMAT,
-            V_GROUP,
-        )
+    b_max, b_sum, b_o0, b_o1 = _attend_pages(
+        source,
+        mask,
+        position,
+        k_ptr,
+        ks_ptr,
+        v_ptr,
+        vs_ptr,
+        k_page,
+        ks_page,
+        v_page,
+        vs_page,
+        tables_ptr + i_n * stride_table,
+        0,
+        (length + BLOCK - 1) // BLOCK,
+        length,
+        i_h // GROUPS,
+        scale,
+        BM,
+        D,
+        BLOCK,
+        DOT,
+        PRECISION,
+        K_FORMAT,
+        K_GROUP,
+        V_FORMAT,
+        V_GROUP,
+    )
     out = o_ptr + (token[:, None] * H + i_h) * D + cols[None, :]
     tl.store(out, (b_o0 / b_sum[:, None]).to(o_ptr.dtype.element_ty), mask=mask)
     tl.store(out + HALF, (b_o1 / b_sum[:, None]).to(o_ptr.dtype.element_ty), mask=mask)
@@ -249,45 +313,35 @@ def attend_decode(
         head = i_hk * GROUPS + rows
         mask = valid[:, None] & (cols < HALF)[None, :]
         source = q_ptr + i_b * stride_token + head[:, None] * stride_head + cols[None, :]
-        b_q0 = tl.load(source, mask=mask, other=0.0).to(DOT)
-        b_q1 = tl.load(source + HALF, mask=mask, other=0.0).to(DOT)
-        b_max = tl.full([BM], float("-inf"), dtype=tl.float32)
-        b_sum = tl.zeros([BM], dtype=tl.float32)
-        b_o0 = tl.zeros([BM, HALF], dtype=tl.float32)
-        b_o1 = tl.zeros([BM, HALF], dtype=tl.float32)
         position = rows * 0 + (length - 1)
-        for i_page in range(begin, end):
-            page = tl.load(tables_ptr + i_b * stride_table + i_page)
-            b_max, b_sum, b_o0, b_o1 = _attend_page(
-                b_q0,
-                b_q1,
-                b_max,
-                b_sum,
-                b_o0,
-                b_o1,
-                position,
-                k_ptr,
-                ks_ptr,
-                v_ptr,
-                vs_ptr,
-                k_page,
-                ks_page,
-                v_page,
-                vs_page,
-                page,
-                i_page * BLOCK,
-                length,
-                i_hk,
-                scale,
-                D,
-                BLOCK,
-                DOT,
-                PRECISION,
-                K_FORMAT,
-                K_GROUP,
-                V_FORMAT,
-                V_GROUP,
-            )
+        b_max, b_sum, b_o0, b_o1 = _attend_pages(
+            source,
+            mask,
+            position,
+            k_ptr,
+            ks_ptr,
+            v_ptr,
+            vs_ptr,
+            k_page,
+            ks_page,
+            v_page,
+            vs_page,
+            tables_ptr + i_b * stride_table,
+            begin,
+            end,
+            length,
+            i_hk,
+            scale,
+            BM,
+            D,
+            BLOCK,
+            DOT,
+            PRECISION,
+            K_FORMAT,
+            K_GROUP,
+            V_FORMAT,
+            V_GROUP,
+        )
         i_out = (i_split * num_lanes + i_b) * H + head
         out = o_ptr + i_out[:, None] * D + cols[None, :]
         tl.store(out, b_o0 / b_sum[:, None], mask=mask)
