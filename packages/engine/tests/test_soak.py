@@ -71,7 +71,7 @@ class SoakRig(Rig):
                 del self.open[request_id], self._got[request_id]
                 self.cancelled += events[-1].reason == "cancelled"
                 self.skipped_tokens += events[-1].usage.cached_tokens
-        self.records.clear()
+        self.reports.clear()
 
 
 class Soak:
