@@ -231,9 +231,8 @@ def bench_attention(table: Table, profile: KVProfile) -> None:
 def print_table(device: torch.device, sizes: Sizes) -> None:
     table = Table(device, sizes)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, dry run"
-    print(
-        f"{name}: copy {table.copied / 1e6:.1f} GB/s, bf16 {table.multiplied / 1e9:.2f} TFLOP/s, torch {torch.__version__}"
-    )
+    ceilings = f"copy {table.copied / 1e6:.1f} GB/s, bf16 {table.multiplied / 1e9:.2f} TFLOP/s"
+    print(f"{name}: {ceilings}, torch {torch.__version__}")
     for key_heads, value_heads in sizes.delta_heads:
         bench_delta(table, key_heads, value_heads)
     for profile in (KVProfile.BF16, KVProfile.INT8, KVProfile.FP8, KVProfile.NVFP4, KVProfile.K8V4):
