@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from cache_bench import Bench, small_memory
+from core_rig import Rig, tokens_of
 from prefix_index import CostModel
+from qwen35_engine import Engine, EngineOptions
 from qwen35_engine.calibration import (
     Calibration,
     CopyRate,
     RankingCost,
     calibrate,
+    calibrate_model,
     calibration_file,
     measure_prefill,
     remember,
 )
+from qwen35_engine.checkpoint.config import read_config
+from qwen35_engine.demo import demo_folder
 
 GIB = 1 << 30
 SOME = Calibration(chunk_tokens=512, chunk_seconds=0.25, token_seconds=0.001, pair_seconds=1e-8)
@@ -194,3 +202,71 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_the_measurement(tmp_p
     file.touch()
     assert calibrate(file / "calibration.json", lambda: SOME) == SOME
     assert list(tmp_path.iterdir()) == [file]
+
+
+class Recording:
+    """A model that notes what it is asked to compute, and takes the time its arguments say."""
+
+    def __init__(self) -> None:
+        self.chunks: list[tuple[int, int]] = []
+
+    def prefill(self, *, tokens: torch.Tensor, base: int, block_table: torch.Tensor, slot: int) -> torch.Tensor:
+        assert slot == 1
+        assert int(block_table.min()) == 1
+        assert base + len(tokens) <= len(block_table) * 64
+        self.chunks.append((base, len(tokens)))
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize(("max_context", "expected"), [(10_000, (4 * 128, 128)), (300, (172, 128)), (64, None)])
+def test_calibrating_a_model_stays_inside_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_context: int, expected: tuple[int, int] | None
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    memory = small_memory(1 + 12, 2)
+    memory.pages.fill_(0xFF)
+    options = Rig(slabs=0, prefill_chunk=128).core._options
+    options = replace(options, max_context=max_context)
+    config = read_config(demo_folder(tmp_path))
+    model = Recording()
+    path, found = calibrate_model(model, memory, config, options)
+    histories = {chunk for chunk in model.chunks if chunk[0]}
+    assert histories == ({expected} if expected else set())
+    assert path.parent == tmp_path / "qwen35"
+    assert calibrate_model(model, memory, config, options) == (path, found)
+    assert len(model.chunks) == (6 if expected else 4)
+    other, _ = calibrate_model(model, memory, config, replace(options, threads=2))
+    assert other != path
+
+
+def test_an_engine_ranks_by_what_it_measured_and_remembers_its_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = EngineOptions(threads=1, calibrate=True, prefill_chunk=256, max_context=512, host_cache_mib=16)
+    folder = demo_folder(tmp_path)
+    with Engine.from_folder(folder, options) as engine:
+        measured = engine._cache.cost
+        assert measured.token_seconds != CostModel().token_seconds
+        assert measured.chunk_tokens == 256
+        assert engine.options.as_options().calibrate
+        engine._cache.copy_rate.add(GIB, 2.0)
+    with Engine.from_folder(folder, options) as engine:
+        assert engine._cache.cost.token_seconds == measured.token_seconds
+        assert engine._cache.cost.bytes_per_second == pytest.approx(GIB / 2)
+    assert len(list((tmp_path / "qwen35").iterdir())) == 1
+
+
+def test_restores_that_landed_set_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(slabs=60)
+    seen: list[int] = []
+    monkeypatch.setattr(bench.cache.copy_rate, "add", lambda num_bytes, seconds: seen.append(num_bytes))
+    history = tokens_of(1, 200)
+    bench.on_host_only(history)
+    assert not seen, "a write-through is not a restore"
+    lane = bench.admit([*history, 1])
+    assert lane is not None
+    assert lane.restore is not None
+    bench.reads.land_all()
+    bench.cache.poll()
+    assert seen == [lane.restore.num_bytes]

@@ -199,7 +199,8 @@ def test_what_is_printed_as_in_force_starts_the_same_server(capsys: pytest.Captu
         for entry in engine.ledger().entries:
             assert sizes[entry.what] == pytest.approx(entry.num_bytes / 2**20, abs=0.06)
         assert sizes["device in all"] == pytest.approx(engine.ledger().total_bytes("device") / 2**20, abs=0.06)
-    assert options_of(*cli._flags(options_of("--no-prefix-reuse"))) == options_of("--no-prefix-reuse")
+    for flag in ("--no-prefix-reuse", "--calibrate"):
+        assert options_of(*cli._flags(options_of(flag))) == options_of(flag) != options_of()
 
 
 def test_a_request_log_that_cannot_be_written_stops_the_start(

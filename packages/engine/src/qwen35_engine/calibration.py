@@ -12,16 +12,36 @@ import json
 import logging
 import math
 import os
+import platform
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from prefix_index import CostModel
+from qwen35_kernels import BLOCK_TOKENS
 
-__all__ = ["Calibration", "CopyRate", "RankingCost", "calibrate", "calibration_file", "measure_prefill", "remember"]
+from .checkpoint.config import ModelConfig
+from .memory import DeviceMemory
+from .options import EffectiveOptions
+from .user_files import cache_folder
+
+__all__ = [
+    "Calibration",
+    "CopyRate",
+    "RankingCost",
+    "calibrate",
+    "calibrate_model",
+    "calibration_file",
+    "measure_prefill",
+    "remember",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -197,3 +217,45 @@ def remember(path: Path, calibration: Calibration, copies: CopyRate | None = Non
         except OSError:
             Path(name).unlink(missing_ok=True)
             raise
+
+
+class ChunkModel(Protocol):
+    """What calibrating needs of a model; see ``model.qwen35.Qwen35Model.prefill``."""
+
+    def prefill(self, *, tokens: Tensor, base: int, block_table: Tensor, slot: int) -> Tensor: ...
+
+
+def calibrate_model(
+    model: ChunkModel, memory: DeviceMemory, config: ModelConfig, options: EffectiveOptions
+) -> tuple[Path, Calibration]:
+    """Calibrate a model whose pages and slots nobody uses yet: what they hold afterwards means nothing.
+
+    Returns:
+        Where it is remembered, and what.
+    """
+    device = memory.pages.device
+    longest = min(options.max_context, (memory.pages.shape[0] - 1) * BLOCK_TOKENS)
+    chunk = min(options.prefill_chunk, longest)
+    history = min(longest - chunk, _HISTORY_CHUNKS * chunk)
+    table = torch.arange(1, 1 - (-(history + chunk) // BLOCK_TOKENS), device=device)
+
+    def run(base: int, num_tokens: int) -> None:
+        memory.clear_state(1)
+        tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        model.prefill(tokens=tokens, base=base, block_table=table, slot=1)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def measure() -> Calibration:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(options.threads)
+        memory.pages[1 : 1 + len(table)].zero_()  # a history of numbers, whatever lay there
+        try:
+            return measure_prefill(run, chunk_tokens=chunk, max_history=history)
+        finally:
+            torch.set_num_threads(threads)
+
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else (platform.machine(), os.cpu_count())
+    how = (torch.__version__, options.threads, options.dtype, options.kv_dtype, chunk, history)
+    path = calibration_file(cache_folder(), config, where, *how)
+    return path, calibrate(path, measure)

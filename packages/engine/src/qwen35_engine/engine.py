@@ -18,6 +18,7 @@ from qwen35_kernels import BLOCK_TOKENS, KVProfile, PageLayout, StateLayout
 
 from .accounting import RequestListener, Totals
 from .cache import CacheStats, PrefixCache
+from .calibration import calibrate_model, remember
 from .checkpoint.config import LINEAR, ModelConfig, read_config
 from .core import Core
 from .errors import ContextLengthExceeded, RequestError
@@ -122,6 +123,10 @@ class Engine:
             num_slots=1 + self.options.max_concurrency + self.options.snapshot_slots,
             device=device,
         )
+        self._model = Qwen35Model(config, weights, memory)
+        self._calibrated = (
+            calibrate_model(self._model, memory, config, self.options) if self.options.calibrate else None
+        )
         budget = self.options.host_cache_bytes
         self._host = HostTier(memory, budget_bytes=budget) if budget else None
         self._cache = PrefixCache(
@@ -130,9 +135,9 @@ class Engine:
             context_blocks=-(-self.options.max_context // BLOCK_TOKENS),
             snapshot_slots=self.options.snapshot_slots,
             host=self._host,
+            calibration=self._calibrated[1] if self._calibrated is not None else None,
         )
         self._ids = count(1)
-        self._model = Qwen35Model(config, weights, memory)
         self._worker = Worker(
             lambda on_end: Core(
                 model=self._model,
@@ -259,6 +264,8 @@ class Engine:
         self._worker.close()
         if self._host is not None:
             self._host.close()
+        if self._calibrated is not None:
+            remember(*self._calibrated, self._cache.copy_rate)
 
     def __enter__(self) -> Engine:
         return self

@@ -67,6 +67,8 @@ class EngineOptions:
         pending_timeout_seconds: how long a request may wait to start; a wait for another prompt's prefix must be
             predicted to take a quarter of it at most.
         prefix_reuse: False computes every prompt from its first token and keeps nothing.
+        calibrate: time a few chunks at start, unless that was done before, and rank by what they took; False ranks by
+            the ratios of a fast accelerator.
 
     Raises:
         OptionError: a value out of its range, or something of the cache chosen where ``prefix_reuse`` is False.
@@ -88,6 +90,7 @@ class EngineOptions:
     tap_min_gap_tokens: int | None = None
     pending_timeout_seconds: float = 600.0
     prefix_reuse: bool = True
+    calibrate: bool = False
 
     def __post_init__(self) -> None:
         if self.device not in _DEVICES:
@@ -211,6 +214,7 @@ class EngineOptions:
             taps=self._tap_limits(host_tier=self._host_cache_mib(device) > 0),
             pending_timeout_seconds=self.pending_timeout_seconds,
             prefix_reuse=self.prefix_reuse,
+            calibrate=self.calibrate and self.prefix_reuse,
         )
 
     def _tap_limits(self, *, host_tier: bool) -> TapLimits:
@@ -248,6 +252,7 @@ class EffectiveOptions:
     taps: TapLimits
     pending_timeout_seconds: float
     prefix_reuse: bool
+    calibrate: bool = False
 
     def as_options(self) -> EngineOptions:
         """The same under the names one chooses by, nothing left to derive: an engine started with it is this one."""
@@ -263,6 +268,7 @@ class EffectiveOptions:
             kv_capacity=self.num_blocks * BLOCK_TOKENS,
             pending_timeout_seconds=self.pending_timeout_seconds,
             prefix_reuse=self.prefix_reuse,
+            calibrate=self.calibrate,
         )
         if not self.prefix_reuse:
             return options

@@ -115,6 +115,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--cache-tap-ladder", type=int, default=None, help="tokens from the end to the ladder's first snapshot")
     add("--cache-tap-min-gap", type=int, default=None, help="tokens between the ladder's snapshots at least")
     add("--no-prefix-reuse", action="store_true", help="compute every prompt from its first token")
+    add(
+        "--calibrate",
+        action="store_true",
+        help="time a few chunks at the first start, and rank cached prefixes by them",
+    )
     add("--request-log-jsonl", default=None, metavar="PATH", help="append a line of JSON for each request that ends")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what to log")
     return parser
@@ -188,6 +193,7 @@ def _options(args: argparse.Namespace) -> EngineOptions:
         kv_dtype=_KV_DTYPES[args.kv_dtype],
         pending_timeout_seconds=args.pending_timeout_ms / 1000,
         prefix_reuse=not args.no_prefix_reuse,
+        calibrate=args.calibrate,
     )
 
 
@@ -197,6 +203,8 @@ def _flags(options: EngineOptions) -> list[str]:
     values["--kv-dtype"] = next(flag for flag, name in _KV_DTYPES.items() if name == options.kv_dtype)
     values["--pending-timeout-ms"] = round(options.pending_timeout_seconds * 1000)
     words = [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
+    if options.calibrate:
+        words.append("--calibrate")
     return words if options.prefix_reuse else [*words, "--no-prefix-reuse"]
 
 

@@ -18,6 +18,7 @@ from prefix_index import CostModel, PrefixIndex, Prompt, Readiness
 from prefix_index import Tap as PlannedTap
 from qwen35_kernels import BLOCK_TOKENS
 
+from ..calibration import Calibration, CopyRate, RankingCost
 from ..host import HostStats, HostTier
 from ..memory import DeviceMemory
 from .admit import Admission
@@ -58,17 +59,24 @@ class PrefixCache:
         context_blocks: int,
         snapshot_slots: int,
         host: HostTier | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
-        self.cost = cost = CostModel()
+        """``calibration`` says what computing and copying take; without one, what they take on a fast accelerator.
+
+        ``copy_rate`` is how fast restores have been so far.
+        """
+        fixed = CostModel() if calibration is None else calibration.cost_model()
+        self.copy_rate = CopyRate(None if calibration is None else calibration.bytes_per_second)
+        self.cost = cost = RankingCost.of(fixed, self.copy_rate)
         self.index = PrefixIndex(
             block_tokens=BLOCK_TOKENS,
             block_bytes=memory.page_layout.page_bytes,
             image_bytes=memory.state_layout.image_bytes,
             image_slabs=host.image_slabs if host is not None else 1,
-            cost=cost,
+            cost=fixed,
         )
         self._host = host
-        self._transfers = Transfers(self.index, host) if host is not None else None
+        self._transfers = Transfers(self.index, host, self.copy_rate) if host is not None else None
         self._space = Space(memory, self.index, host, snapshot_limit=snapshot_slots)
         restorer = None if host is None or self._transfers is None else Restorer(self.index, host, self._transfers)
         self._quoter = Quoter(self.index, self._space, cost=cost)

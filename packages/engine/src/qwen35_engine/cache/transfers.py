@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 
 from prefix_index import Lease, PrefixIndex
 from prefix_index import Ticket as Fill
-from slab_pool import Ticket
+from slab_pool import Direction, Ticket
 
+from ..calibration import CopyRate
 from ..host import HostTier
 
 __all__ = ["Transfers"]
@@ -16,9 +17,11 @@ __all__ = ["Transfers"]
 class Transfers:
     """For each batch: the index's fills it carries, a lease that keeps its sources in place, what to do afterwards."""
 
-    def __init__(self, index: PrefixIndex, host: HostTier) -> None:
+    def __init__(self, index: PrefixIndex, host: HostTier, rate: CopyRate) -> None:
+        """``rate`` is told of every restore that landed."""
         self._index = index
         self._host = host
+        self._rate = rate
         self._fills: dict[Ticket, tuple[Fill, ...]] = {}
         self._guards: dict[Ticket, Lease] = {}
         self._afterwards: dict[Ticket, list[Callable[[], None]]] = {}
@@ -53,6 +56,9 @@ class Transfers:
         self.poll()
 
     def _settle(self, ticket: Ticket) -> None:
+        if ticket.direction is Direction.HOST_TO_DEVICE:
+            copied = ticket.result()
+            self._rate.add(copied.num_bytes, copied.seconds)
         for fill in self._fills.pop(ticket):
             self._index.land(fill)
         guard = self._guards.pop(ticket, None)
