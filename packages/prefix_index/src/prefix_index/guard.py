@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from threading import get_ident
 
 from prefix_index.core import Core
 from prefix_index.errors import ForeignHandle, StaleHandle, StaleMatch, WrongThread
@@ -26,7 +26,7 @@ class Guard:
     def enter(self, op: str) -> None:
         """Take the calling thread as the mutator, or refuse it."""
         if self._watch:
-            me = threading.get_ident()
+            me = get_ident()
             if self._thread != me:
                 if self._thread is not None:
                     raise WrongThread(f"{op}: only thread {self._thread} may change the index, got thread {me}")
@@ -67,8 +67,10 @@ class Guard:
 
     def candidate(self, op: str, candidate: Candidate) -> Snapshot | None:
         """The snapshot of a candidate; None for a block boundary."""
-        handle = candidate.snapshot
-        return None if handle is None else self.snapshot(op, handle)
+        record = candidate._record
+        if record is not None and (candidate._match._owner is not self.owner or record.edge is None):
+            return self.snapshot(op, SnapshotHandle(candidate._match._owner, record))  # which raises
+        return record
 
     def ticket(self, op: str, ticket: Ticket) -> None:
         """The fill is still in flight."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 from prefix_index.errors import InvalidArgument
 from prefix_index.fills import Ticket
@@ -13,6 +14,8 @@ from prefix_index.prompt import BlockScheme, Prompt
 from prefix_index.runs import agreement
 from prefix_index.tree import common_extras
 from prefix_index.values import Tier
+
+_at: Callable[[Snapshot], int] = attrgetter("at")
 
 
 def find(root: Root | None, match: Match) -> None:
@@ -35,7 +38,7 @@ def find(root: Root | None, match: Match) -> None:
     while True:
         snaps = node.snaps
         if snaps:
-            seen.append((snaps, node.wheres, len(snaps)))
+            seen.append((snaps, node.wheres, len(snaps) if depth >= node.end else bisect_right(snaps, depth, key=_at)))
         edge = node.first
         if edge is None or depth < node.end:
             break
