@@ -524,6 +524,29 @@ def test_a_prompt_prepared_for_other_blocks_is_refused() -> None:
         make(pools=())
 
 
+def test_eviction_goes_round_as_recency_changes_inside_an_edge() -> None:
+    """The upper half of a path was used again after another path: the other goes before it, in one call as in many."""
+
+    def filled() -> PrefixIndex:
+        index = make(snapshots=False)
+        for tokens, first in ((range(32), 0), (range(100, 108), 20)):
+            lease = index.acquire(index.match(index.prepare([*tokens, 0])))
+            index.extend(lease, tokens, range(first, first + len(tokens) // BLOCK))
+            index.release(lease)
+        match = index.match(index.prepare(range(17)))
+        index.release(index.acquire(match, match.best))
+        return index
+
+    expected = (7, 6, 5, 4, 21, 20, 3, 2, 1, 0)
+    index = filled()
+    assert index.stats().edges == 2
+    assert index.evict_device(7).pages == expected[:7]
+    index.check_invariants()
+    assert index.evict_device(9).pages == expected[7:]
+    index = filled()
+    assert tuple(index.evict_device(1).pages[0] for _ in expected) == expected
+
+
 def test_children_of_equal_tokens_are_told_apart_by_their_extras() -> None:
     """Whichever came first: the look-up tries the first child before it asks the hash."""
     index = make(snapshots=False)

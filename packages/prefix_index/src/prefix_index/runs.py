@@ -70,7 +70,7 @@ def cut_tokens(edge: Edge, scheme: BlockScheme, depth: int) -> None:
 
 def move_tokens(edge: Edge, upper: Edge, scheme: BlockScheme, depth: int) -> None:
     """Move the tokens before `depth`, which lies inside `edge`, to the new edge `upper`."""
-    key = hash_at(edge, scheme, depth)
+    key = hash_at(edge, scheme, depth)  # where a piece begins there, it knows its key from now on
     runs, starts, keys = pieces_of(edge, scheme)
     cut = depth * scheme.block_bytes
     place = bisect_right(starts, cut - 1)
@@ -81,8 +81,6 @@ def move_tokens(edge: Edge, upper: Edge, scheme: BlockScheme, depth: int) -> Non
     if size < len(last):
         above[0][-1] = last[:size]
         below = [last[size:], *below[0]], [cut, *below[1]], [key, *below[2]]
-    else:
-        below[2][0] = key
     set_pieces(upper, above)
     set_pieces(edge, below)
 
