@@ -303,7 +303,7 @@ class Conversations:
             prefix_reuse=reuse,
             dtype="bfloat16",
             max_concurrency=lanes,
-            device_snapshot_slots=16,
+            device_snapshot_slots=16 if reuse else None,
         )
         with Engine.from_folder(self._folder, options, sampler=sampler) as engine:
             for i, prompt in enumerate(self._prompts):

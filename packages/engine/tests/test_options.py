@@ -80,6 +80,9 @@ def test_what_is_unset_is_derived() -> None:
     assert (sizes.taps.max_taps, sizes.taps.ladder_tokens, sizes.taps.min_gap_tokens) == (8, 4096, 1024)
     alone = resolve(EngineOptions(host_cache_mib=0, prefill_chunk=4096))
     assert (alone.taps.max_taps, alone.taps.ladder_tokens, alone.taps.min_gap_tokens) == (2, 8192, 4096)
+    assert alone.snapshot_slots == 4 + 1 + 2
+    assert resolve(EngineOptions(max_new_taps=0)).snapshot_slots == 4 + 1
+    assert resolve(EngineOptions(max_new_taps=9, device_snapshot_slots=3)).snapshot_slots == 3
     assert resolve(EngineOptions(prefix_reuse=False)).host_cache_bytes == 0
 
 

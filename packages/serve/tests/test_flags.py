@@ -225,3 +225,19 @@ def test_a_word_that_is_no_choice_is_refused(flag: str, capsys: pytest.CaptureFi
 def test_flags_that_contradict_each_other_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--model", "demo", "--port", "0", "--no-prefix-reuse", "--host-cache-mib", "5"]) == 2
     assert "host_cache_mib must be left out where prefix_reuse is False, got 5" in capfd.readouterr().err
+
+
+def test_the_help_names_every_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a value or, where it is derived, in words that hold."""
+    with pytest.raises(SystemExit):
+        options_of("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "None" not in text
+    assert "(default: False)" not in text
+    with Engine.from_folder(
+        demo_folder(), options_of("--device", "cpu", "--threads", "1", "--max-concurrency", "7")
+    ) as engine:
+        options = engine.options.as_options()
+    assert options.device_snapshot_slots == 7 + 5
+    assert (options.host_cache_mib, options.max_new_taps) == (1024, 8)
+    assert (options.tap_ladder_tokens, options.tap_min_gap_tokens) == (4096, 1024)

@@ -17,8 +17,8 @@ __all__ = ["OUTPUT_WINDOW_TOKENS", "EffectiveOptions", "EngineOptions"]
 # Output room a request holds from its admission on; beyond it, pages are taken one by one as they fill.
 OUTPUT_WINDOW_TOKENS = 4096
 
-# Snapshot slots beside one per lane and one for staging, as many as the taps a prompt may want at once.
-_EXTRA_SNAPSHOT_SLOTS = 4
+# Beside a slot for each lane and one for staging: one for each tap a prompt may plan, but no more than this.
+_MOST_SLOTS_FOR_TAPS = 4
 
 _DEFAULT_MAX_CONTEXT = 32_768
 _CPU_KV_BYTES = 2**30
@@ -57,7 +57,8 @@ class EngineOptions:
         kv_capacity: tokens of KV in all, running and cached; at least one ``max_context``, and a block of 64 for each
             sequence. None: 1 GiB of pages on a CPU, 85 % of the memory that is free after loading, less the states, on
             CUDA; more where that is less than one ``max_context``.
-        device_snapshot_slots: states the cache may keep, 1 to ``max_concurrency + 64``.
+        device_snapshot_slots: states the cache may keep, 1 to ``max_concurrency + 64``. None: ``max_concurrency + 1``,
+            and one for each of ``max_new_taps`` up to 4.
         host_cache_mib: Host memory for what the device has no room for, in MiB; 0: none. None: 1 GiB on a CPU, 8 GiB on
             CUDA.
         max_new_taps: snapshots that a prompt may plan while it is computed, 0 to 64. None: 8 with Host memory, else 2.
@@ -169,9 +170,11 @@ class EngineOptions:
         Raises:
             OptionError: sizes that contradict each other or the model.
         """
+        taps = self._tap_limits(host_tier=self._host_cache_mib(device) > 0)
         snapshot_slots = 0
         if self.prefix_reuse:
-            snapshot_slots = self.device_snapshot_slots or self.max_concurrency + 1 + _EXTRA_SNAPSHOT_SLOTS
+            extra = min(taps.max_taps, _MOST_SLOTS_FOR_TAPS)
+            snapshot_slots = self.device_snapshot_slots or self.max_concurrency + 1 + extra
         capacity = self.kv_capacity
         if capacity is None:
             state_bytes = (1 + self.max_concurrency + snapshot_slots) * image_bytes
@@ -211,7 +214,7 @@ class EngineOptions:
             num_blocks=num_blocks,
             snapshot_slots=snapshot_slots,
             host_cache_bytes=self._host_cache_mib(device) * 2**20,
-            taps=self._tap_limits(host_tier=self._host_cache_mib(device) > 0),
+            taps=taps,
             pending_timeout_seconds=self.pending_timeout_seconds,
             prefix_reuse=self.prefix_reuse,
             calibrate=self.calibrate and self.prefix_reuse,
