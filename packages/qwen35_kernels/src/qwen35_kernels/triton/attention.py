@@ -1,6 +1,6 @@
 """Launches of attention over pages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -180,68 +180,26 @@ def plan_merge(
     )
 
 
-def _outputs(q: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend(
+    plan: Callable[..., tuple[Launch, ...]], *, q: Tensor, block_tables: Tensor, lse: Tensor | None, **call: Any
+) -> Tensor:
+    """Allocate what the planned launches write, run them, and return o; lse is written where it was asked for."""
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    usable = lse is not None and lse.is_contiguous()
-    return o, lse if lse is not None and usable else torch.empty(q.shape[:2], device=q.device)
-
-
-def prefill(
-    *,
-    q: Tensor,
-    arena: Tensor,
-    layout: PageLayout,
-    layer: int,
-    block_tables: Tensor,
-    cu_seqlens: Sequence[int],
-    bases: Sequence[int],
-    lse: Tensor | None,
-) -> Tensor:
-    o, sums = _outputs(q, lse)
-    run(
-        plan_prefill(
-            q=q,
-            arena=arena,
-            layout=layout,
-            layer=layer,
-            block_tables=block_tables.contiguous(),
-            cu_seqlens=cu_seqlens,
-            bases=bases,
-            o=o,
-            lse=sums,
-        )
-    )
+    sums = lse if lse is not None and lse.is_contiguous() else torch.empty(q.shape[:2], device=q.device)
+    run(plan(q=q, block_tables=block_tables.contiguous(), o=o, lse=sums, **call))
     if lse is not None and sums is not lse:
         lse.copy_(sums)
     return o
 
 
-def decode(
-    *,
-    q: Tensor,
-    arena: Tensor,
-    layout: PageLayout,
-    layer: int,
-    block_tables: Tensor,
-    lengths: Tensor,
-    lse: Tensor | None,
-) -> Tensor:
-    o, sums = _outputs(q, lse)
-    run(
-        plan_decode(
-            q=q,
-            arena=arena,
-            layout=layout,
-            layer=layer,
-            block_tables=block_tables.contiguous(),
-            lengths=lengths.contiguous(),
-            o=o,
-            lse=sums,
-        )
-    )
-    if lse is not None and sums is not lse:
-        lse.copy_(sums)
-    return o
+def prefill(**call: Any) -> Tensor:
+    """The arguments of `plan_prefill` but for o, with lse or None."""
+    return _attend(plan_prefill, **call)
+
+
+def decode(*, lengths: Tensor, **call: Any) -> Tensor:
+    """The arguments of `plan_decode` but for o, with lse or None."""
+    return _attend(plan_decode, lengths=lengths.contiguous(), **call)
 
 
 def merge(*, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

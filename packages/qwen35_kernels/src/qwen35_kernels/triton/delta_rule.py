@@ -1,5 +1,8 @@
 """Launches of the gated delta rule."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -175,44 +178,28 @@ def _dense_row(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def prefill(
+def _launch(
+    plan: Callable[..., tuple[Launch, ...]],
     *,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    state: Tensor,
-    plans: tuple[SequencePlan, ...],
+    **call: Any,
 ) -> Tensor:
+    """Lay the tokens out as the kernels read them, run the planned launches, and return o."""
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    run(
-        plan_prefill(
-            q=_dense_heads(q),
-            k=_dense_heads(k),
-            v=_dense_heads(v),
-            g=_dense_row(g),
-            beta=_dense_row(beta),
-            state=state,
-            o=o,
-            plans=plans,
-        )
-    )
+    heads = {"q": _dense_heads(q), "k": _dense_heads(k), "v": _dense_heads(v)}
+    run(plan(**heads, g=_dense_row(g), beta=_dense_row(beta), o=o, **call))
     return o
 
 
-def step(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, slots: Tensor) -> Tensor:
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    run(
-        plan_step(
-            q=_dense_heads(q),
-            k=_dense_heads(k),
-            v=_dense_heads(v),
-            g=_dense_row(g),
-            beta=_dense_row(beta),
-            state=state,
-            slots=slots,
-            o=o,
-        )
-    )
-    return o
+def prefill(**call: Any) -> Tensor:
+    """The arguments of `plan_prefill` but for o, any strides."""
+    return _launch(plan_prefill, **call)
+
+
+def step(**call: Any) -> Tensor:
+    """The arguments of `plan_step` but for o, any strides."""
+    return _launch(plan_step, **call)
