@@ -122,7 +122,7 @@ def test_copies_of_few_and_many_rows_keep_their_order_where_they_overlap():
     copies = [
         Copy(device, 0, 12, host, 100, 12, 12, 1),
         Copy(device, 0, 10, host, 0, 10, 4, 8),  # many rows, over part of the first
-        Copy(device, 20, 10, host, 150, 10, 3, 2),  # few rows, over part of the second
+        Copy(device, 20, 10, host, 150, 7, 3, 3),  # few rows, over part of the second
     ]
     want = device.clone()
     for copy in copies:
