@@ -1,11 +1,8 @@
-"""The demo checkpoint is made once, whole, and is an ordinary checkpoint."""
+"""The demo checkpoint ships with the package, is an ordinary checkpoint, and is small."""
 
 from __future__ import annotations
 
-import concurrent.futures
-import hashlib
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,31 +13,14 @@ from qwen35_engine import Engine, EngineOptions, GenerationRequest, SamplingPara
 from qwen35_engine.checkpoint.config import read_config
 from qwen35_engine.demo import demo_folder
 
-
-def test_it_is_made_once_and_the_same_everywhere(tmp_path: Path) -> None:
-    one, two = demo_folder(tmp_path / "missing" / "a"), demo_folder(tmp_path / "b")
-    assert one.name == two.name
-    digests = [hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() for folder in (one, two)]
-    assert digests[0] == digests[1]
-    made = (one / "model.safetensors").stat().st_mtime_ns
-    assert demo_folder(one.parent) == one
-    assert (one / "model.safetensors").stat().st_mtime_ns == made
-    assert [path.name for path in one.parent.iterdir()] == [one.name]
+FACTS = "<|im_start|>user\nAna has locker 42. Ben has locker 17.<|im_end|>\n<|im_start|>assistant\nNoted.<|im_end|>\n"
+OPENER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-def test_two_first_users_at_once(tmp_path: Path) -> None:
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        folders = set(pool.map(lambda _: demo_folder(tmp_path), range(4)))
-    assert len(folders) == 1
-    assert list(tmp_path.iterdir()) == list(folders)
-
-
-def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    assert demo_folder().parent == tmp_path
+def test_it_is_small_and_in_bf16() -> None:
+    files = [path for path in demo_folder().iterdir() if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 12_000_000
+    assert read_config(demo_folder()).dtype == torch.bfloat16
 
 
 def test_transformers_reads_it_and_agrees(caplog: pytest.LogCaptureFixture) -> None:
@@ -48,8 +28,8 @@ def test_transformers_reads_it_and_agrees(caplog: pytest.LogCaptureFixture) -> N
     caplog.set_level(logging.WARNING)
     oracle = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert read_config(folder).vocab_size == len(tokenizer)
-    prompt = tokenizer.encode("Ana keeps the red suitcase in Oslo." * 8)
+    assert read_config(folder).vocab_size >= len(tokenizer)
+    prompt = tokenizer.encode(f"{FACTS * 4}<|im_start|>user\nWhich locker has Ana?{OPENER}")
     with torch.inference_mode():
         expected = oracle.generate(
             torch.tensor([prompt]), max_new_tokens=12, do_sample=False, attention_mask=torch.ones(1, len(prompt))
@@ -65,6 +45,7 @@ def test_transformers_reads_it_and_agrees(caplog: pytest.LogCaptureFixture) -> N
             ),
         )
     assert ids == expected[0, len(prompt) :].tolist()
+    assert tokenizer.decode(ids) == "Ana has locker 42.<|im_end|>"
 
 
 def test_it_ends_turns_with_qwens_tokens() -> None:
