@@ -92,17 +92,20 @@ def nearest_retained(snapshot: Snapshot, place: int, scheme: BlockScheme) -> Sna
         place = len(kept)
 
 
-def heir(snapshot: Snapshot, above: Snapshot | Root) -> Snapshot | Root:
-    """Who is nearest above the dependents of `snapshot` without it: one that differs in its tail's extra only, or
-    `above`."""
+def twins(snapshot: Snapshot | Root) -> list[Snapshot | Root]:
+    """`snapshot` and the retained ones that differ from it in their tail's extra only: each is as near above what lies
+    below them as the others."""
+    if isinstance(snapshot, Root) or not snapshot.tail:
+        return [snapshot]
     assert snapshot.edge is not None
     kept = snapshot.edge.kept
+    found: list[Snapshot | Root] = []
     place = place_for(kept, snapshot.frontier)
     while place and kept[place - 1].frontier == snapshot.frontier:
         place -= 1
-        if kept[place] is not snapshot and kept[place].tail == snapshot.tail:
-            return kept[place]
-    return above
+        if kept[place].tail == snapshot.tail:
+            found.append(kept[place])
+    return found
 
 
 def is_above(snapshot: Snapshot, other: Snapshot, scheme: BlockScheme) -> bool:

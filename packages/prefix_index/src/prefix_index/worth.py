@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from prefix_index.core import Core, Given
-from prefix_index.kin import exclusive_blocks, heir, is_above, nearest_retained, neighbour
+from prefix_index.kin import exclusive_blocks, is_above, nearest_retained, neighbour, twins
 from prefix_index.nodes import (
     DEVICE_IMAGE,
     DEVICE_TAIL,
@@ -208,16 +208,19 @@ class Worth:
         self._mark(neighbour(snapshot, place))  # whoever was alone where they meet is not any more
         above = nearest_retained(snapshot, place, tree.scheme)
         snapshot.anc = above
+        if place + 1 < len(kept) or edge.units > len(kept):
+            for source in twins(above):  # any of them may have what lies below
+                below = [other for other in source.deps or () if is_above(snapshot, other, tree.scheme)]
+                for other in below:
+                    assert source.deps is not None
+                    del source.deps[other]
+                    other.anc = snapshot
+                    self._dirty[other] = None
+                if below:
+                    source.deps = source.deps or None
+                    snapshot.deps = {**(snapshot.deps or {}), **dict.fromkeys(below)}
         if above.deps is None:
             above.deps = {}
-        elif place + 1 < len(kept) or edge.units > len(kept):
-            below = [other for other in above.deps if is_above(snapshot, other, tree.scheme)]
-            if below:
-                snapshot.deps = dict.fromkeys(below)
-                for other in below:
-                    other.anc = snapshot
-                    del above.deps[other]
-                    self._dirty[other] = None
         above.deps[snapshot] = None
         self._dirty[snapshot] = None
 
@@ -232,7 +235,7 @@ class Worth:
         self._mark(neighbour(snapshot, place))  # whoever remains is alone there now
         del above.deps[snapshot]
         if snapshot.deps:
-            next_above = heir(snapshot, above)
+            next_above = next((twin for twin in twins(snapshot) if twin is not snapshot), above)
             if next_above.deps is None:
                 next_above.deps = {}
             for other in snapshot.deps:
