@@ -654,3 +654,19 @@ def test_twins_that_differ_in_their_tails_extra_stand_in_for_each_other(first: t
     while index.claim_slot() is not None:
         index.check_invariants()
     assert index.stats().snapshots == 0
+
+
+def test_a_snapshot_takes_over_what_lay_below_any_twin_of_the_one_above() -> None:
+    """Twins at 2 tokens, 8 valued from the first of them; one at 4 comes between, nearest to the second."""
+    index = make()
+    driver = Driver(index)
+    for tokens, extras in ((2, ()), (8, ()), (2, ((1, 5),)), (4, ())):
+        match = index.match(index.prepare([*range(tokens), 99], extras=extras))
+        lease = index.acquire(match)
+        index.extend(lease, range(tokens // BLOCK * BLOCK), driver.pages(tokens // BLOCK))
+        tail = raw(*range(tokens)) if tokens < BLOCK else b""
+        pages = driver.pages(1) if tail else []
+        driver.slot += 1
+        index.publish(lease, tokens, slot=driver.slot, tail=tail, tail_pages=pages, kind=SnapshotKind.BOUNDARY)
+        index.release(lease)
+        index.check_invariants()

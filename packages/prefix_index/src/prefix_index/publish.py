@@ -1,4 +1,4 @@
-"""Publishing: checks what a lane says about its state, cuts the edge at the anchor, hangs the snapshot there."""
+"""Publishing: checks what a lane says about its state and hangs the snapshot at its block."""
 
 from __future__ import annotations
 
