@@ -35,7 +35,8 @@ INTERPRETED = {
         " or test_norms and matches or test_mlp and matches or test_rotary and matches and 16"
         " or test_moe and (37 or shared or one_expert)"
         " or test_records"
-        " or test_attention and (matches_the_oracle and 6-dtype0 or partitions or gate)"
+        # fp8 rows are read by the code that reads the keys of k8v4.
+        " or test_attention and (matches_the_oracle and 6-dtype0 and not fp8 or partitions or gate)"
         " or test_kv_store and (nearest or named_rows or finite)"
         " or gibibytes and not nvfp4"
     ),
