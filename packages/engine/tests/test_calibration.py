@@ -227,7 +227,7 @@ def test_calibrating_a_model_stays_inside_its_memory(
     memory.pages.fill_(0xFF)
     options = Rig(slabs=0, prefill_chunk=128).core._options
     options = replace(options, max_context=max_context)
-    config = read_config(demo_folder(tmp_path))
+    config = read_config(demo_folder())
     model = Recording()
     path, found = calibrate_model(model, memory, config, options)
     histories = {chunk for chunk in model.chunks if chunk[0]}
@@ -244,7 +244,7 @@ def test_an_engine_ranks_by_what_it_measured_and_remembers_its_copies(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = EngineOptions(threads=1, calibrate=True, prefill_chunk=256, max_context=512, host_cache_mib=16)
-    folder = demo_folder(tmp_path)
+    folder = demo_folder()
     with Engine.from_folder(folder, options) as engine:
         measured = engine._cache.cost
         assert measured.token_seconds != CostModel().token_seconds
