@@ -8,7 +8,7 @@ so that training and evaluation can tell them apart.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,9 +173,15 @@ class _World:
 
     def about(self, skill: str, keys: Sequence[Key] = ()) -> Turn:
         """A question of one skill, about ``keys`` or else about what comes to mind."""
-        turn = getattr(self, f"_{skill}")(*keys)
-        assert isinstance(turn, Turn)
-        return turn
+        questions: dict[str, Callable[..., Turn]] = {
+            "recall": self._recall,
+            "not_told": self._not_told,
+            "code_word": self._code_word,
+            "look_up": self._look_up,
+            "open_locker": self._open_locker,
+            "sum": self._sum,
+        }
+        return questions[skill](*keys)
 
     def question(self, name: str, attribute: str) -> str:
         forms = COUNTED_QUESTIONS if attribute in COUNTED else QUESTIONS

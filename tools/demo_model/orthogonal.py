@@ -1,7 +1,7 @@
 """Steepest descent for matrices under the spectral norm: momentum whose singular values are all made one.
 
 Source of the idea and of the polynomial's coefficients: K. Jordan, "Muon: An optimizer for hidden layers in neural
-networks", 2024. On this model it needs about half the steps of AdamW.
+networks", 2024.
 """
 
 from __future__ import annotations
