@@ -1,8 +1,22 @@
-"""Hypothesis profiles of the whole repository: the default one repeats itself, so that a run tells of the change it
-tests and not of luck; ``--hypothesis-profile=long`` searches on."""
+"""What holds for every test of the repository.
 
+Hypothesis: the default profile repeats itself, so that a run tells of the change it tests and not of luck;
+``--hypothesis-profile=long`` searches on. Files: what a user keeps between runs is neither read nor written.
+"""
+
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile("default")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_folder_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Also for the processes that tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
