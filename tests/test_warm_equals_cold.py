@@ -150,15 +150,13 @@ def test_restored_from_the_host_equals_resumed_from_the_device_bit_for_bit(
 
 
 def zero_recurrent_state(engine: Engine) -> None:
-    memory, slot, _ = resumed_lane(engine)
-    for layer in range(memory.state_layout.num_layers):
-        memory.state_layout.recurrent(memory.states, layer)[slot] = 0
+    for recurrent in recurrent_states(engine):
+        recurrent[lane_of(engine, FOLLOWING).slot] = 0
 
 
 def zero_conv_history(engine: Engine) -> None:
-    memory, slot, _ = resumed_lane(engine)
-    for layer in range(memory.state_layout.num_layers):
-        memory.state_layout.conv(memory.states, layer)[slot] = 0
+    for conv in conv_histories(engine):
+        conv[lane_of(engine, FOLLOWING).slot] = 0
 
 
 def take_another_state(engine: Engine) -> None:
@@ -170,19 +168,13 @@ def take_another_state(engine: Engine) -> None:
 
 
 def swap_states(engine: Engine) -> None:
-    memory, slot, _ = resumed_lane(engine)
-    other = lane_of(engine, BESIDE).slot
-    for layer in range(memory.state_layout.num_layers):
-        recurrent = memory.state_layout.recurrent(memory.states, layer)
-        recurrent[[slot, other]] = recurrent[[other, slot]]
+    for recurrent in recurrent_states(engine):
+        swap(recurrent, *slots_of_both(engine))
 
 
 def swap_conv_histories(engine: Engine) -> None:
-    memory, slot, _ = resumed_lane(engine)
-    other = lane_of(engine, BESIDE).slot
-    for layer in range(memory.state_layout.num_layers):
-        conv = memory.state_layout.conv(memory.states, layer)
-        conv[[slot, other]] = conv[[other, slot]]
+    for conv in conv_histories(engine):
+        swap(conv, *slots_of_both(engine))
 
 
 def zero_a_page(engine: Engine) -> None:
@@ -198,8 +190,29 @@ def take_another_page(engine: Engine) -> None:
 
 def swap_pages(engine: Engine) -> None:
     memory, _, pages = resumed_lane(engine)
-    other = lane_of(engine, BESIDE).pages[0]
-    memory.pages[[pages[0], other]] = memory.pages[[other, pages[0]]]
+    swap(memory.pages, pages[0], lane_of(engine, BESIDE).pages[0])
+
+
+def swap(rows: torch.Tensor, one: int, other: int) -> None:
+    rows[[one, other]] = rows[[other, one]]
+
+
+def recurrent_states(engine: Engine) -> list[torch.Tensor]:
+    """A view of every slot for each Gated DeltaNet layer."""
+    memory = engine._model._memory
+    layout = memory.state_layout
+    return [layout.recurrent(memory.states, layer) for layer in range(layout.num_layers)]
+
+
+def conv_histories(engine: Engine) -> list[torch.Tensor]:
+    """A view of every slot for each Gated DeltaNet layer."""
+    memory = engine._model._memory
+    layout = memory.state_layout
+    return [layout.conv(memory.states, layer) for layer in range(layout.num_layers)]
+
+
+def slots_of_both(engine: Engine) -> tuple[int, int]:
+    return lane_of(engine, FOLLOWING).slot, lane_of(engine, BESIDE).slot
 
 
 def lane_of(engine: Engine, seed: int) -> LaneMemory:
