@@ -139,14 +139,18 @@ class Bench:
     def on_host_only(self, tokens: list[int]) -> None:
         """Compute and finish a prompt, let its copies land, and let the device lose it."""
         self.run(tokens, finish=True)
-        self.land_all()
-        self.lose_device()
+        self.leave_to_host()
 
     def land_all(self) -> None:
         """Everything on its way arrives and is settled."""
         self.writes.land_all()
         self.reads.land_all()
         self.cache.poll()
+
+    def leave_to_host(self) -> None:
+        """What is on its way to the Host arrives, and the device loses everything."""
+        self.land_all()
+        self.lose_device()
 
     def lose_device(self) -> None:
         """Everything cached leaves the device, as under pressure; what has no Host copy is gone."""

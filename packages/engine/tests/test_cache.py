@@ -259,8 +259,7 @@ def test_what_is_written_is_the_caches_own_copy() -> None:
     bench.land_all()
     bench.finish(first, tokens)
     bench.abandon(third)
-    bench.land_all()
-    bench.lose_device()
+    bench.leave_to_host()
     following = [*tokens, 1]
     resumed = bench.admit(following)
     assert resumed is not None

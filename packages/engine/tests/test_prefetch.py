@@ -19,8 +19,7 @@ FOLLOWING = [*HISTORY, 1, 2, 3]
 def host_only(rig: Rig, history: list[int] = HISTORY) -> list[int]:
     """A conversation that only the Host still has; returns its next turn."""
     rig.ask(history, 3)
-    rig.bench.land_all()
-    rig.bench.lose_device()
+    rig.bench.leave_to_host()
     return [*history, *continuation(history, 3), 1, 2]
 
 

@@ -192,8 +192,7 @@ def test_two_that_need_the_same_restore_copy_it_once() -> None:
     rig = Rig(lanes=4, slabs=100, pages=60)
     prompt = tokens_of(25, 400)
     rig.ask(prompt, 3)
-    rig.bench.land_all()
-    rig.bench.lose_device()
+    rig.bench.leave_to_host()
     following = turn_after(prompt, 3, [1])
     for _ in range(2):
         rig.submit(following, 3)
@@ -302,8 +301,7 @@ def test_an_answer_does_not_end_early_because_copies_hold_the_pages(
     cached = tokens_of(44, 400)
     if copies == "prefetch":
         rig.ask(cached, 3)
-        rig.bench.land_all()
-        rig.bench.lose_device()
+        rig.bench.leave_to_host()
     growing = rig.submit(tokens_of(45, 60), 500)
     rig.turn()
     rig.submit(turn_after(cached, 3, [1]), 3)
