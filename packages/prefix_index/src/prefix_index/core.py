@@ -256,11 +256,10 @@ class Core:
 
     def offer_path(self, edge: Edge) -> None:
         """Queue whatever on the path to `edge` is the deepest copy in its tier, if it may be evicted."""
-        at: Edge | None = edge
-        while at is not None and not at.dev:
+        at = edge
+        while not at.dev and at.parent is not None:
             at = at.parent
-        if at is not None:
-            self.device.offer(at)
+        self.device.offer(at)
         if self.host_blocks:
             self.host.offer_path(edge)
 
@@ -297,7 +296,10 @@ class Core:
         """Make the path to block `depth`, which lies in `edge`, the most recently released. O(edges)."""
         above = edge.parent
         while above is not None:
-            stamp(edge, depth, tick)
+            if edge.upto == depth and edge.older is None:  # as when it was last released
+                edge.tick = tick
+            else:
+                stamp(edge, depth, tick)
             edge = above
             depth = edge.end
             above = edge.parent

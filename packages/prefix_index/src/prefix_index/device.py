@@ -40,6 +40,10 @@ class DeviceOrder:
         if key is not None:
             snapshot.tail_queued = self._heap.renew(snapshot.tail_queued, key, snapshot)
 
+    def add_tail(self, snapshot: Snapshot) -> None:
+        """Queue the tail of a new snapshot, which nobody has pinned and which the Host does not have."""
+        snapshot.tail_queued = self._heap.add(snapshot.tick + UNBACKED, snapshot)
+
     def evict(self, num_blocks: int, given: Given, backed_only: bool = False) -> int:
         """Give up to `num_blocks` device copies. Returns how many; fewer when everything else is pinned, or unbacked
         and only backed copies may go."""
@@ -48,16 +52,18 @@ class DeviceOrder:
             item = self._heap.peek()
             if item is None:
                 break
-            if backed_only and not (item.host >= item.dev if isinstance(item, Edge) else item.where & HOST):
-                break  # backed leaves come first, so none is left
             if isinstance(item, Edge):
                 if item.host >= item.dev:
                     missing -= self._evict_backed(item, missing, given)
+                elif backed_only:
+                    break  # backed leaves come first, so none is left
                 else:
                     missing -= self._evict_unbacked(item, missing, given)
             else:
                 if item.where & HOST:
                     self.release_tail(item, given)
+                elif backed_only:
+                    break
                 else:
                     self._core.worth.drop(item, given)
                 missing -= 1
@@ -98,8 +104,10 @@ class DeviceOrder:
         end = edge.start + edge.dev
         count = min(missing, end - max(_barrier(edge, end), edge.start + edge.host))
         size = edge.dev - count
-        core.worth.drop_below(edge, end - count, given)
-        core.feed.removed(edge, Tier.DEVICE, end - count, end)
+        if edge.snaps:
+            core.worth.drop_below(edge, end - count, given)
+        if not core.feed.silent:
+            core.feed.removed(edge, Tier.DEVICE, end - count, end)
         self.take_pages(edge, count, given)
         core.tree.truncate(edge, size)
         if size:
@@ -112,9 +120,11 @@ class DeviceOrder:
         """Give up the device copy of a tail; the snapshot itself stays."""
         self.take_tail(snapshot, given)
         snapshot.set_where(snapshot.where & ~DEVICE_TAIL)
+        assert snapshot.edge is not None
+        self.offer(snapshot.edge)
 
     def take_tail(self, snapshot: Snapshot, given: Given) -> None:
-        """Move the pages of a tail into `given`; the caller marks that the copy is gone."""
+        """Move the pages of a tail into `given`; the caller marks that the copy is gone and offers the edge."""
         core = self._core
         edge = snapshot.edge
         assert snapshot.tail_pages is not None
@@ -128,7 +138,6 @@ class DeviceOrder:
             edge.tails = None
         else:
             del edge.tails[bisect_left(edge.tails, snapshot.at)]
-        self.offer(edge)
 
     def as_pages(self, pages: tuple[int, ...]) -> Pages:
         return pages[0] if self._core.geometry.num_pools == 1 else pages
@@ -144,9 +153,10 @@ def _key(item: Edge | Snapshot) -> int | None:
         if not dev or item.below:
             return None
         end = item.start + dev
-        if (item.tails is not None and item.tails[-1] == end) or (item.pins and pinned_end(item) >= end):
+        tails = item.tails
+        if (tails is not None and tails[-1] == end) or (item.pins and pinned_end(item) >= end):
             return None
-        tick = stamped(item, end)[0]
+        tick = item.tick if item.older is None and item.upto >= end else stamped(item, end)[0]
         return tick if item.host >= dev else tick + UNBACKED
     if item.tail_pages is not None and not item.pins:
         return item.tick if item.where & HOST else item.tick + UNBACKED

@@ -53,9 +53,18 @@ class Guard:
         return edge
 
     def change(self, op: str, lease: Lease) -> Edge:
-        """`enter`, then `lease`: what most verbs begin with."""
-        self.enter(op)
-        return self.lease(op, lease)
+        """`enter`, then `lease`, in one step: what most verbs begin with."""
+        if get_ident() != self._thread:
+            self.enter(op)
+        edge = lease._hold.edge
+        return edge if edge is not None and lease._owner is self.owner else self.lease(op, lease)
+
+    def source(self, op: str, match: Match, candidate: Candidate) -> Snapshot | None:
+        """`match`, then `candidate`. One's own candidate has been lost only if the match is stale."""
+        if match._epoch == self._core.epoch and match._owner is self.owner and candidate._match is match:
+            return candidate._record
+        self.match(op, match)
+        return self.candidate(op, candidate)
 
     def snapshot(self, op: str, handle: SnapshotHandle) -> Snapshot:
         """The record of a snapshot that still exists."""

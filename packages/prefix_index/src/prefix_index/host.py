@@ -74,6 +74,7 @@ class HostOrder:
             if edge is not None:
                 self._drop_dead(edge, num_slabs - len(given.slabs), given)
                 continue
+            worth.queue_superseded()
             victim = self._superseded.peek()
             if victim is not None:
                 worth.drop(victim, given)

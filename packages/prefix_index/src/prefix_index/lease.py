@@ -46,16 +46,19 @@ class Lease:
         self._resume_frontier = frontier
         self._resume_depth = hold.depth
         self._resumed = resumed
-        self._slot = resumed.slot if resumed is not None else None
-        self._tail_pages = (resumed.tail_pages or ()) if resumed is not None else ()
         self._activated = False
-        self._chain: list[Snapshot] = []  # retained snapshots of this lineage that its next publication may supersede
         self._tap: Snapshot | None = None  # the last prompt tap published under this lease
         self._published = frontier  # the deepest frontier of the lineage
-        if resumed is not None:
-            self._chain.append(resumed)
-            if resumed.companion is not None:
-                self._chain.append(resumed.companion)
+        # Retained snapshots of this lineage that its next publication may supersede.
+        self._chain: list[Snapshot]
+        if resumed is None:
+            self._chain = []
+            self._slot = None
+            self._tail_pages: tuple[int, ...] = ()
+        else:
+            self._chain = [resumed] if resumed.companion is None else [resumed, resumed.companion]
+            self._slot = resumed.slot
+            self._tail_pages = resumed.tail_pages or ()
 
     @property
     def open(self) -> bool:
@@ -98,11 +101,14 @@ class Lease:
         if edge is None:
             raise StaleHandle("pages: the lease must be open, got a released one")
         pools = self._pools
+        parts: list[list[int]] = []
+        while edge.parent is not None:
+            if edge.start < self._resume_depth:
+                parts.append(edge.pages)
+            edge = edge.parent
         joined: list[int] = []
-        for part in path_of(edge):
-            joined += part.pages
-            if part.end >= self._resume_depth:
-                break
+        while parts:
+            joined += parts.pop()
         del joined[self._resume_depth * pools :]
         return tuple(tuple(joined[pool::pools]) for pool in range(pools)) if pools > 1 else (tuple(joined),)
 

@@ -35,6 +35,10 @@ class LazyHeap(Generic[T]):
             if entry[2] is item and entry[0] == key:
                 return entry
             entry[2] = None
+        return self.add(key, item)
+
+    def add(self, key: Key, item: T) -> Entry:
+        """The entry of an item that has none. O(log n) amortised."""
         self._count += 1
         made: Entry = [key, self._count, item]
         heapq.heappush(self._heap, made)

@@ -43,29 +43,33 @@ def add_tokens(edge: Edge, scheme: BlockScheme, depth: int, tokens: bytes, key: 
     """Put whole blocks behind what `edge` has, the first at `depth`; `key` is its hash where the caller knows it."""
     size = len(tokens)
     limit = scheme.run_bytes
-    if edge.pieces is None and len(edge.head) + size <= limit:
-        edge.head += tokens
-        return
-    pieces = runs, starts, keys = pieces_of(edge, scheme)
+    if edge.pieces is None:
+        if len(edge.head) + size <= limit:
+            edge.head += tokens
+            return
+        edge.pieces = pieces_of(edge, scheme)
+    runs, starts, keys = edge.pieces
     if len(runs[-1]) + size <= limit:
         runs[-1] += tokens
-    else:
-        start = depth * scheme.block_bytes
-        for first in range(0, size, limit):
-            runs.append(tokens[first : first + limit])
-            starts.append(start + first)
-            keys.append(None if first else key)
-    set_pieces(edge, pieces)
+        return
+    start = depth * scheme.block_bytes
+    for first in range(0, size, limit):
+        runs.append(tokens[first : first + limit])
+        starts.append(start + first)
+        keys.append(None if first else key)
 
 
 def cut_tokens(edge: Edge, scheme: BlockScheme, depth: int) -> None:
     """Drop the tokens from `depth` on, which lies above the end of `edge` and below its start."""
-    runs, starts, keys = pieces_of(edge, scheme)
+    if edge.pieces is None:
+        edge.head = edge.head[: (depth - edge.start) * scheme.block_bytes]
+        return
+    runs, starts, keys = edge.pieces
     end = depth * scheme.block_bytes
     place = bisect_right(starts, end - 1)
-    runs, starts = runs[:place], starts[:place]
+    del runs[place:], starts[place:], keys[place:]
     runs[-1] = runs[-1][: end - starts[-1]]
-    set_pieces(edge, (runs, starts, keys[:place]))
+    set_pieces(edge, edge.pieces)
 
 
 def move_tokens(edge: Edge, upper: Edge, scheme: BlockScheme, depth: int) -> None:

@@ -41,6 +41,7 @@ class SlotOrder:
         """Free one slot for something worth `claim`. False when nothing worth no more is unpinned."""
         core = self._core
         worth = core.worth
+        worth.queue_superseded()
         victim = self._superseded.peek()
         if victim is None:
             worth.flush()  # queues every retained owner under its present worth

@@ -53,9 +53,11 @@ def release(core: Core, lease: Lease) -> None:
     hold = lease._hold
     edge = hold.edge
     assert edge is not None
-    core.stamp(edge, hold.depth, core.tick())
+    core.clock += 1
+    core.stamp(edge, hold.depth, core.clock)
     core.unpin(hold)
-    core.tree.forget_if_empty(edge)
+    if edge.parent is None:
+        core.tree.forget_if_empty(edge)
 
 
 def cancel(core: Core, lease: Lease) -> None:

@@ -11,6 +11,8 @@ Which of two snapshots lies above the other is decided by tokens alone; this is 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
+from operator import attrgetter
 
 from prefix_index.core import Core, Given
 from prefix_index.kin import exclusive_blocks, is_above, nearest_retained, neighbour, twins
@@ -26,15 +28,18 @@ from prefix_index.nodes import (
 )
 from prefix_index.order import kill
 
+_at: Callable[[Snapshot], int] = attrgetter("at")
+
 
 class Worth:
     """Attaches snapshots to edges, keeps the retained ones valued, detaches them."""
 
-    __slots__ = ("_core", "_dirty", "lost", "superseded")
+    __slots__ = ("_core", "_dirty", "_left", "lost", "superseded")
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._dirty: dict[Snapshot, None] = {}
+        self._left: dict[Snapshot, None] = {}  # superseded, to be queued
         self.superseded = 0  # since the index was made
         self.lost = 0
 
@@ -59,36 +64,38 @@ class Worth:
             edge.snaps = [*snaps[:place], snapshot, *snaps[place:]]
             edge.wheres = edge.wheres[:place] + bytes((snapshot.where,)) + edge.wheres[place:]
         if edge.lost is not None:
-            self._note_lost(edge, snapshot.at, False)
+            _note_found(edge, edge.lost, snapshot.at)
         core.kinds[snapshot.where >> KIND_SHIFT] += 1
         if not core.feed.silent:
             core.feed.published(snapshot)
         snapshot.base = core.inflation
-        snapshot.hit_tick = core.tick()
-        at: Edge | None = edge
-        while at is not None:
-            at.live += 1
-            if at.live > 1:
-                break
-            at = at.parent
+        core.clock = snapshot.hit_tick = core.clock + 1
+        live = edge.live
+        edge.live = live + 1
+        while not live and edge.parent is not None:
+            edge = edge.parent
+            live = edge.live
+            edge.live = live + 1
         self._retain(snapshot)
 
     def supersede(self, snapshot: Snapshot) -> None:
         """A deeper snapshot of its lineage makes this one redundant: it goes first, and values others no longer."""
         if not snapshot.superseded:
+            core = self._core
             self.superseded += 1
-            snapshot.superseded = self._core.tick()
+            core.clock = snapshot.superseded = core.clock + 1
             self._unretain(snapshot)
-            self.offer(snapshot)
+            self._left[snapshot] = None
 
     def refresh(self, snapshot: Snapshot, *, hit: bool) -> None:
         """A hit, or a duplicate publication: value it from the present inflation; retain it again if superseded."""
         core = self._core
         snapshot.hits += hit
         snapshot.base = core.inflation
-        snapshot.hit_tick = core.tick()
+        core.clock = snapshot.hit_tick = core.clock + 1
         if snapshot.superseded:
             snapshot.superseded = 0
+            self._left.pop(snapshot, None)
             self._retain(snapshot)
         self._dirty[snapshot] = None
 
@@ -99,10 +106,14 @@ class Worth:
         place = place_of(edge.snaps, snapshot)
         edge.snaps = edge.snaps[:place] + edge.snaps[place + 1 :]
         edge.wheres = edge.wheres[:place] + edge.wheres[place + 1 :]
+        _note_lost(edge, snapshot.at)
         self._lose(snapshot, given)
+        if snapshot.where & DEVICE_TAIL:
+            self._core.device.offer(edge)  # the tail may have been the last thing below
 
     def drop_below(self, edge: Edge, depth: int, given: Given) -> None:
-        """Remove the snapshots of `edge` that stand on blocks behind `depth`, deepest block first."""
+        """Remove the snapshots of `edge` that stand on blocks behind `depth`, deepest block first. The caller removes
+        these blocks, offers what is left, and so nothing need be noted as lost."""
         snaps = edge.snaps
         place = len(snaps)
         while place and snaps[place - 1].at > depth:
@@ -110,7 +121,9 @@ class Worth:
         if place < len(snaps):
             edge.snaps, gone = snaps[:place], snaps[place:]
             edge.wheres = edge.wheres[:place]
-            for snapshot in sorted(gone, key=lambda snapshot: -snapshot.at):
+            if len(gone) > 1:
+                gone.sort(key=_at, reverse=True)
+            for snapshot in gone:
                 self._lose(snapshot, given)
 
     def _lose(self, snapshot: Snapshot, given: Given) -> None:
@@ -121,51 +134,35 @@ class Worth:
         self.lost += 1
         if not core.feed.silent:
             core.feed.dropped(snapshot)
-        if not snapshot.superseded:
+        if snapshot.superseded:
+            self._left.pop(snapshot, None)
+        else:
             self._unretain(snapshot)
-        self._dirty.pop(snapshot, None)
-        self._note_lost(edge, snapshot.at, True)
-        at: Edge | None = edge
-        while at is not None:
-            at.live -= 1
-            if at.live:
-                break
+        at = edge
+        at.live -= 1
+        while not at.live and at.parent is not None:
             at = at.parent
+            at.live -= 1
         if snapshot.slot is not None:
             given.slots.append(snapshot.slot)
         if snapshot.slabs is not None:
             given.slabs.extend(snapshot.slabs)
         if snapshot.tail_pages is not None:
             core.device.take_tail(snapshot, given)
-        kill(snapshot.slot_queued)
-        kill(snapshot.host_queued)
-        kill(snapshot.tail_queued)
+        for entry in (snapshot.slot_queued, snapshot.host_queued, snapshot.tail_queued):
+            if entry is not None:
+                entry[2] = None
         if snapshot.companion is not None:
-            snapshot.companion.successor = None
+            snapshot.companion.successor = snapshot.companion = None
         if snapshot.successor is not None:
-            snapshot.successor.companion = None
-        snapshot.companion = snapshot.successor = snapshot.edge = None
-        snapshot.slot = snapshot.slabs = None
-        snapshot.where &= ~(DEVICE_IMAGE | DEVICE_TAIL | HOST)
+            snapshot.successor.companion = snapshot.successor = None
+        snapshot.edge = None
         core.kinds[snapshot.where >> KIND_SHIFT] -= 1
         core.epoch += 1
         if core.host_blocks:
             core.host.offer_path(edge)
-        core.tree.forget_if_empty(edge)
-
-    def _note_lost(self, edge: Edge, depth: int, lost: bool) -> None:
-        """Whether the latest snapshot that stood on `depth` blocks is gone."""
-        lost_at = edge.lost
-        if lost_at is None:
-            lost_at = edge.lost = []
-        place = bisect_left(lost_at, depth)
-        there = place < len(lost_at) and lost_at[place] == depth
-        if lost and not there:
-            lost_at.insert(place, depth)
-        elif there and not lost:
-            del lost_at[place]
-        if not lost_at:
-            edge.lost = None
+        if edge.parent is None:
+            core.tree.forget_if_empty(edge)
 
     def drop_slot(self, snapshot: Snapshot, given: Given) -> None:
         """Take the device slot from a snapshot that keeps its Host copy."""
@@ -181,7 +178,14 @@ class Worth:
         if not snapshot.superseded:
             self._dirty[snapshot] = None
         else:
-            self._queue(snapshot)
+            self._left[snapshot] = None
+
+    def queue_superseded(self) -> None:
+        """Queue the superseded snapshots that were marked: their worth is not asked, so this comes before a `flush`."""
+        if self._left:
+            for snapshot in self._left:
+                self._queue(snapshot)
+            self._left.clear()
 
     def _queue(self, snapshot: Snapshot) -> None:
         self._core.slots.offer(snapshot)
@@ -264,6 +268,7 @@ class Worth:
 
     def flush(self) -> None:
         """Bring every value up to date and queue what was marked. O(marked snapshots * their exclusive edges)."""
+        self.queue_superseded()
         if self._dirty:
             for snapshot in self._dirty:
                 snapshot.value = self.derive(snapshot)
@@ -294,3 +299,23 @@ class Worth:
         size = max(1, geometry.image_bytes + blocks * geometry.block_bytes)
         saved = cost.prefill_seconds(above, frontier - above) - cost.restore_seconds(geometry.image_bytes)
         return self._core.inflation + max(0.0, saved) / size
+
+
+def _note_lost(edge: Edge, depth: int) -> None:
+    """The latest snapshot that stood on `depth` blocks is gone."""
+    lost = edge.lost
+    if lost is None:
+        edge.lost = [depth]
+    else:
+        place = bisect_left(lost, depth)
+        if place == len(lost) or lost[place] != depth:
+            lost.insert(place, depth)
+
+
+def _note_found(edge: Edge, lost: list[int], depth: int) -> None:
+    """One stands there again."""
+    place = bisect_left(lost, depth)
+    if place < len(lost) and lost[place] == depth:
+        del lost[place]
+        if not lost:
+            edge.lost = None
