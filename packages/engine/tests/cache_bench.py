@@ -9,6 +9,7 @@ import torch
 
 from prefix_index import Readiness, SnapshotKind, Tap, TapSource
 from qwen35_engine.cache import LaneMemory, PrefixCache
+from qwen35_engine.calibration import Calibration
 from qwen35_engine.host import HostTier
 from qwen35_engine.memory import DeviceMemory
 from qwen35_kernels import KVProfile, PageLayout, StateLayout
@@ -55,7 +56,15 @@ class Bench:
     """A cache and the lanes that run on it. With ``slabs`` there is a Host tier whose copies land only when told to, or
     when somebody waits for them."""
 
-    def __init__(self, *, pages: int = 20, lanes: int = 3, snapshots: int = 3, slabs: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        pages: int = 20,
+        lanes: int = 3,
+        snapshots: int = 3,
+        slabs: int = 0,
+        calibration: Calibration | None = None,
+    ) -> None:
         self.memory = small_memory(1 + pages, 1 + lanes + snapshots)
         self.reads = ManualCopyStream(on_wait="land")
         self.writes = ManualCopyStream(on_wait="land")
@@ -64,7 +73,12 @@ class Bench:
             slab_bytes = -(-self.memory.page_layout.page_bytes // 4096) * 4096
             self.host = HostTier(self.memory, budget_bytes=slabs * slab_bytes, reads=self.reads, writes=self.writes)
         self.cache = PrefixCache(
-            self.memory, max_concurrency=lanes, context_blocks=pages, snapshot_slots=snapshots, host=self.host
+            self.memory,
+            max_concurrency=lanes,
+            context_blocks=pages,
+            snapshot_slots=snapshots,
+            host=self.host,
+            calibration=calibration,
         )
         self.lanes: list[tuple[LaneMemory, array[int]]] = []
 

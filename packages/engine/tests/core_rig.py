@@ -21,6 +21,7 @@ from qwen35_engine import (
     TokenStream,
     Usage,
 )
+from qwen35_engine.calibration import Calibration
 from qwen35_engine.core import Core
 from qwen35_engine.lane import Job
 from qwen35_engine.options import EffectiveOptions
@@ -45,10 +46,11 @@ class Rig:
         ladder_tokens: int = 128,
         pending_timeout_seconds: float = 1000.0,
         landing: bool = False,
+        calibration: Calibration | None = None,
     ) -> None:
         """With ``landing`` every copy lands before the next turn."""
         self._landing = landing
-        self.bench = Bench(pages=pages, lanes=lanes, snapshots=snapshots, slabs=slabs)
+        self.bench = Bench(pages=pages, lanes=lanes, snapshots=snapshots, slabs=slabs, calibration=calibration)
         self.model = FakeModel(self.bench.memory)
         self.max_context = pages * 64
         self.core = Core(

@@ -257,6 +257,15 @@ def test_an_engine_ranks_by_what_it_measured_and_remembers_its_copies(
     assert len(list((tmp_path / "qwen35").iterdir())) == 1
 
 
+@pytest.mark.parametrize("chunk_seconds", [0.0, 1.0])
+def test_an_endpoint_just_behind_a_tap_does_not_displace_it_where_chunks_cost_much(chunk_seconds: float) -> None:
+    calibration = Calibration(chunk_tokens=96, chunk_seconds=chunk_seconds, token_seconds=0.001, pair_seconds=0.0)
+    rig = Rig(snapshots=1, max_taps=1, calibration=calibration)
+    prompt = list(range(1, 91))
+    skipped = [rig.ask(prompt, 4).reuse.cached_tokens for _ in range(2)]
+    assert skipped == [0, 89]
+
+
 def test_restores_that_landed_set_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(slabs=60)
     seen: list[int] = []

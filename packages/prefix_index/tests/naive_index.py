@@ -152,9 +152,7 @@ class NaiveIndex:
             exclusive += through == [snapshot]
         exclusive += bool(snapshot.tail)
         size = max(1, self.image_bytes + exclusive * self.block_bytes)
-        saved = self.cost.prefill_seconds(above, snapshot.frontier - above) - self.cost.restore_seconds(
-            self.image_bytes
-        )
+        saved = self.cost.saved_seconds(above, snapshot.frontier - above) - self.cost.restore_seconds(self.image_bytes)
         return snapshot.base + (1 + snapshot.hits) * max(0.0, saved) / size
 
     def estimate(self, above: int, frontier: int) -> float:
@@ -162,7 +160,7 @@ class NaiveIndex:
             return self.inflation
         blocks = self.depth(frontier) - self.depth(above) + (self.depth(frontier) * self.size < frontier)
         size = max(1, self.image_bytes + blocks * self.block_bytes)
-        saved = self.cost.prefill_seconds(above, frontier - above) - self.cost.restore_seconds(self.image_bytes)
+        saved = self.cost.saved_seconds(above, frontier - above) - self.cost.restore_seconds(self.image_bytes)
         return self.inflation + max(0.0, saved) / size
 
     # ------------------------------------------------------------------ leases

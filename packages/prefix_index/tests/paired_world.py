@@ -63,7 +63,13 @@ class World:
         lags = self.one_of(LAGS)
         image_bytes = self.one_of([1, 5_000, 5_000_000])
         hashing = self.one_of([*sorted(HASHES), "xxh3"])
-        cost = CostModel(pair_seconds=self.one_of([0.0, 1e-6]), batch_seconds=1e-5, token_seconds=1e-4)
+        cost = CostModel(
+            chunk_seconds=self.one_of([0.0, 1e-3]),
+            chunk_tokens=3 * SIZE,
+            pair_seconds=self.one_of([0.0, 1e-6]),
+            batch_seconds=1e-5,
+            token_seconds=1e-4,
+        )
         self.index = PrefixIndex(
             block_tokens=SIZE,
             pools=tuple(Pool(lag=lag) for lag in lags),

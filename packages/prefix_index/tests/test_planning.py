@@ -46,6 +46,14 @@ def test_prefill_counts_chunks_tokens_and_pairs() -> None:
     assert cost.prefill_seconds(10, 0) == 0.0
 
 
+def test_resuming_deeper_spares_a_share_of_a_chunk() -> None:
+    cost = CostModel(chunk_seconds=1.0, chunk_tokens=100, token_seconds=0.1, pair_seconds=0.001)
+    # Four tokens after 10: 4/100 of a chunk, 4 tokens, 4 * 10 + 4 * 5 / 2 = 50 pairs.
+    assert cost.saved_seconds(10, 4) == pytest.approx(0.04 + 0.4 + 0.05, abs=1e-12)
+    assert cost.saved_seconds(10, 0) == 0.0
+    assert cost.saved_seconds(0, 200) == cost.prefill_seconds(0, 200)
+
+
 def test_a_restore_of_nothing_is_free() -> None:
     cost = CostModel(bytes_per_second=1000.0, batch_seconds=0.5)
     assert cost.restore_seconds(0) == 0.0

@@ -199,7 +199,7 @@ def test_what_is_printed_as_in_force_starts_the_same_server(capsys: pytest.Captu
         for entry in engine.ledger().entries:
             assert sizes[entry.what] == pytest.approx(entry.num_bytes / 2**20, abs=0.06)
         assert sizes["device in all"] == pytest.approx(engine.ledger().total_bytes("device") / 2**20, abs=0.06)
-    for flag in ("--no-prefix-reuse", "--calibrate"):
+    for flag in ("--no-prefix-reuse", "--no-calibrate"):
         assert options_of(*cli._flags(options_of(flag))) == options_of(flag) != options_of()
 
 

@@ -35,9 +35,19 @@ class CostModel:
 
     def prefill_seconds(self, base: int, num_tokens: int) -> float:
         """Seconds to prefill `num_tokens` after `base` tokens of history."""
+        return self._prefill(base, num_tokens, -(-num_tokens // self.chunk_tokens))
+
+    def saved_seconds(self, base: int, num_tokens: int) -> float:
+        """Seconds that a prompt is spared if it resumes `num_tokens` deeper than after `base` tokens.
+
+        Its last token is computed in any case, in a chunk of its own; so of the chunks their share is spared, not their
+        number: a snapshot a few tokens deeper than another is worth a few tokens.
+        """
+        return self._prefill(base, num_tokens, num_tokens / self.chunk_tokens)
+
+    def _prefill(self, base: int, num_tokens: int, chunks: float) -> float:
         if num_tokens <= 0:
             return 0.0
-        chunks = -(-num_tokens // self.chunk_tokens)
         pairs = base * num_tokens + num_tokens * (num_tokens + 1) // 2
         return chunks * self.chunk_seconds + num_tokens * self.token_seconds + pairs * self.pair_seconds
 

@@ -108,7 +108,7 @@ def plan_host_restore(
 
     def density(row: SnapshotRow, path: Sequence[int]) -> float:
         size = image_bytes + (len(path) + bool(row.tail)) * block_bytes
-        saved = cost.prefill_seconds(0, row.frontier) - cost.restore_seconds(image_bytes)
+        saved = cost.saved_seconds(0, row.frontier) - cost.restore_seconds(image_bytes)
         return (1 + row.hits) * max(0.0, saved) / size
 
     order = sorted(

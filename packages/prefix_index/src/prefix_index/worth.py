@@ -285,7 +285,7 @@ class Worth:
             exclusive += 1
         size = max(1, geometry.image_bytes + exclusive * geometry.block_bytes)
         above = snapshot.anc.frontier
-        saved = cost.prefill_seconds(above, snapshot.frontier - above) - cost.restore_seconds(geometry.image_bytes)
+        saved = cost.saved_seconds(above, snapshot.frontier - above) - cost.restore_seconds(geometry.image_bytes)
         return snapshot.base + (1 + snapshot.hits) * max(0.0, saved) / size
 
     def estimate(self, above: int, frontier: int) -> float:
@@ -297,7 +297,7 @@ class Worth:
         depth = geometry.depth(frontier)
         blocks = depth - geometry.depth(above) + (frontier > depth * geometry.block_tokens)
         size = max(1, geometry.image_bytes + blocks * geometry.block_bytes)
-        saved = cost.prefill_seconds(above, frontier - above) - cost.restore_seconds(geometry.image_bytes)
+        saved = cost.saved_seconds(above, frontier - above) - cost.restore_seconds(geometry.image_bytes)
         return self._core.inflation + max(0.0, saved) / size
 
 

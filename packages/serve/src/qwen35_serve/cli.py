@@ -143,9 +143,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--no-prefix-reuse", action="store_true", help="compute every prompt from its first token")
     add(
-        "--calibrate",
+        "--no-calibrate",
         action="store_true",
-        help="time a few chunks at the first start, and rank cached prefixes by them",
+        help="do not time a few chunks at the first start; cached prefixes are then ranked as on a fast accelerator",
     )
     add(
         "--request-log-jsonl",
@@ -225,7 +225,7 @@ def _options(args: argparse.Namespace) -> EngineOptions:
         kv_dtype=_KV_DTYPES[args.kv_dtype],
         pending_timeout_seconds=args.pending_timeout_ms / 1000,
         prefix_reuse=not args.no_prefix_reuse,
-        calibrate=args.calibrate,
+        calibrate=not args.no_calibrate,
     )
 
 
@@ -235,8 +235,8 @@ def _flags(options: EngineOptions) -> list[str]:
     values["--kv-dtype"] = next(flag for flag, name in _KV_DTYPES.items() if name == options.kv_dtype)
     values["--pending-timeout-ms"] = round(options.pending_timeout_seconds * 1000)
     words = [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
-    if options.calibrate:
-        words.append("--calibrate")
+    if not options.calibrate:
+        words.append("--no-calibrate")
     return words if options.prefix_reuse else [*words, "--no-prefix-reuse"]
 
 
