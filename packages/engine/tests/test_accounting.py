@@ -262,7 +262,24 @@ def test_a_prefix_that_is_just_being_restored_for_another() -> None:
     rig.run_dry()
     first, second = reuse_of(rig, 2), reuse_of(rig, 3)
     assert (first.host_tokens, first.reason) == (152, None)
-    assert second == Reuse(matched_tokens=128, reason=MissReason.FILLING)
+    assert (second.device_tokens, second.host_tokens, second.reason) == (152, 0, None)
+    image = rig.bench.memory.state_layout.image_bytes
+    assert second.restored_bytes >= image, "the first one's went to its own slot"
+
+
+def test_a_prefix_that_is_restored_for_another_so_slowly_that_computing_is_quicker() -> None:
+    rig = Rig(slabs=60)
+    prompt, following = turn_of(10)
+    ask(rig, prompt)
+    rig.bench.leave_to_host()
+    rig.submit(following, 3)
+    rig.core._admit()
+    rig.bench.cache.cost = CostModel(bytes_per_second=1.0)
+    rig.submit([*following[:-1], 5], 3)
+    rig.core._admit()
+    rig.run_dry()
+    assert reuse_of(rig, 2).host_tokens == 152
+    assert reuse_of(rig, 3) == Reuse(matched_tokens=128, reason=MissReason.FILLING)
 
 
 def test_a_restore_that_would_take_longer_than_computing() -> None:

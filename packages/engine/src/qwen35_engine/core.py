@@ -169,18 +169,22 @@ class Core:
             job = self._waiting[0]
             total_tokens = len(job.tokens) + min(job.max_tokens, OUTPUT_WINDOW_TOKENS)
             quote = self.cache.quote(job.prompt, total_tokens=total_tokens)
-            if quote.readiness is Readiness.TEMPORARILY_BLOCKED and not self._lanes and self.cache.drain():
-                # Only copies held what is missing, and they have just landed.
+            if not self._lanes and self._held_up(quote) and self.cache.drain():
+                # Only copies of lanes that have ended were in the way, and they have just landed.
                 quote = self.cache.quote(job.prompt, total_tokens=total_tokens)
-            if quote.readiness is Readiness.TEMPORARILY_BLOCKED and self._lanes:
-                return
-            if quote.readiness is Readiness.READY and self._waits_for_sibling(job, quote):
+            if self._lanes and (self._held_up(quote) or self._waits_for_sibling(job, quote)):
                 return
             if quote.readiness is Readiness.READY:
                 self._start(job, quote)
             else:
                 self._waiting.popleft()
                 self._end(job, RequestError(f"the request needs {quote.blocks} blocks, more than there are"))
+
+    def _held_up(self, quote: AdmissionQuote) -> bool:
+        """Whether something that is on its way will make room, or let the request skip more than it could now."""
+        if quote.readiness is Readiness.READY:
+            return self.cache.lands_soon(quote)
+        return quote.readiness is Readiness.TEMPORARILY_BLOCKED
 
     def _start(self, job: Job, quote: AdmissionQuote) -> None:
         """Give the first of the line its lane. Whatever raises finds it either in the line or in a lane."""
@@ -225,7 +229,7 @@ class Core:
 
         The waiting request holds nothing. If the lane ends or passes the place without one, nobody waits any more.
         """
-        if job.prompt is None:
+        if job.prompt is None or quote.readiness is not Readiness.READY:
             return False
         lanes = [lane for lane in self._lanes.values() if lane.job.prompt is not None and lane.in_prompt]
         chosen = deepest_wait(

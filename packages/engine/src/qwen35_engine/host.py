@@ -170,6 +170,11 @@ class HostTier:
         return Restore(self._reads.submit(batch, after=self._reads.compute_stream()), self._reads)
 
     @property
+    def restoring_bytes(self) -> int:
+        """Bytes on their way to the device."""
+        return self._reads.statistics().in_flight_bytes
+
+    @property
     def restoring(self) -> bool:
         """Whether a restore is on its way."""
         return self._reads.statistics().in_flight_batches > 0

@@ -23,6 +23,7 @@ from ..host import HostStats, HostTier
 from ..memory import DeviceMemory
 from .admit import Admission
 from .backup import Backup
+from .coalesce import lands_soon
 from .lane import LaneMemory
 from .prefetch import Prefetch
 from .publish import Publisher, Tap
@@ -134,6 +135,13 @@ class PrefixCache:
             self._prefetch.land()
             quote = self._quoter.quote(prompt, total_tokens=total_tokens)
         return quote
+
+    def lands_soon(self, quote: AdmissionQuote) -> bool:
+        """Whether the request should wait for copies that another lane has started; see ``coalesce.lands_soon``."""
+        if quote.match is None or self._host is None:
+            return False
+        on_their_way = self._host.restoring_bytes
+        return lands_soon(quote.match, quote.source, cost=self.cost, bytes_on_their_way=on_their_way)
 
     def prefetch(self, prompt: Prompt) -> int:
         """Bring back to the device what the request that waits will resume from; how many blocks. Never waits."""

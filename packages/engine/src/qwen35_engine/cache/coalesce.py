@@ -1,13 +1,44 @@
-"""Coalescing: of several requests that come at once with a common prefix, one computes it, the others wait for it."""
+"""Coalescing: of several requests that come at once with a common prefix, one computes it or brings it back from the
+Host, the others wait for it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefix_index import CostModel, Prompt, Sibling, SnapshotKind, Tap, TapSource, plan_coalescing
+from prefix_index import (
+    Candidate,
+    CostModel,
+    Match,
+    Prompt,
+    Sibling,
+    SnapshotKind,
+    Tap,
+    TapSource,
+    plan_coalescing,
+    resume_seconds,
+)
 from qwen35_kernels import BLOCK_TOKENS
 
-__all__ = ["deepest_wait"]
+__all__ = ["deepest_wait", "lands_soon"]
+
+
+def lands_soon(match: Match, source: Candidate | None, *, cost: CostModel, bytes_on_their_way: int) -> bool:
+    """Whether what is on its way to the device for another lane is worth waiting for.
+
+    Args:
+        match: what is cached of the prompt.
+        source: what it could resume from now; None is the first token.
+        cost: ranks the wait against computing.
+        bytes_on_their_way: of all copies from the Host that have not landed.
+    """
+    if not bytes_on_their_way:
+        return False
+    num_tokens = match.prompt.num_tokens
+    now = resume_seconds(source, num_tokens, cost)
+    wait = cost.restore_seconds(bytes_on_their_way)
+    return any(
+        candidate.filling and wait + resume_seconds(candidate, num_tokens, cost) < now for candidate in match.candidates
+    )
 
 
 def deepest_wait(
