@@ -188,7 +188,7 @@ def test_eight_identical_prompts_at_once_cost_one_prefill_and_answer_alike() -> 
 
 
 def test_two_that_need_the_same_restore_copy_it_once() -> None:
-    """Whoever comes while the blocks are on their way waits for them: they are copied once, and nobody computes them."""
+    """Whoever comes while the blocks are on their way waits: they are copied once, and nobody computes them."""
     rig = Rig(lanes=4, slabs=100, pages=60)
     prompt = tokens_of(25, 400)
     rig.ask(prompt, 3)
