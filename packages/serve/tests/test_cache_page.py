@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,6 +202,29 @@ def test_a_full_queue_is_counted() -> None:
 
         assert asyncio.run(two()) == [200, 429]
         assert page(app)["queue"] == {"limit": 0, "waiting": 0, "refused": 1}
+
+
+def test_every_answer_says_under_which_number_the_log_has_it(tmp_path: Path) -> None:
+    options = EngineOptions(threads=1, max_context=512, host_cache_mib=0)
+    with RequestLog(tmp_path / "log") as log, Engine.from_folder(demo_folder(), options, on_request=log) as engine:
+        app = app_of(engine, log)
+
+        def told(route: str, text: str, *, stream: bool) -> int:
+            return int(send(app, "POST", route, json=body(route, text, stream=stream)).headers["x-request-id"])
+
+        numbers = [
+            told(route, text, stream=stream)
+            for route, text, stream in (
+                (CHAT, "a", False),
+                (CHAT, "bb", True),
+                (COMPLETIONS, "ccc", True),
+                (COMPLETIONS, "dddd", False),
+            )
+        ]
+        assert "x-request-id" not in send(app, "POST", CHAT, json={"model": "demo"}).headers
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text(encoding="utf-8").splitlines()[1:]]
+    assert [line["request_id"] for line in lines] == numbers
+    assert [line["prompt_tokens"] for line in lines[2:]] == [3, 4]
 
 
 def test_lines_of_the_request_log_are_counted(tmp_path: Path) -> None:

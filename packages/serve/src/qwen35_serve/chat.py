@@ -15,7 +15,7 @@ from qwen35_engine import Engine, GenerationRequest, TapHints
 
 from .answer import AnswerParser, CalledTool, Content, Delta, Thinking
 from .errors import ServeError, require_model
-from .generation import End, Generation, sampling_of, unless_client_leaves
+from .generation import REQUEST_ID, End, Generation, sampling_of, unless_client_leaves
 from .schema import ChatRequest, parse_chat_request
 from .shapes import head, sse, usage_body
 from .text import ChatPrompt, ChatText
@@ -68,9 +68,12 @@ class ChatService:
         request, prompt = await asyncio.to_thread(self._prepare, body)
         answer = _Answer(self._engine, self._text, request, prompt)
         await answer.generation.start()
+        headers = {REQUEST_ID: answer.generation.request_id}
         if request.stream:
-            return StreamingResponse(self._stream(request, answer), media_type="text/event-stream")
-        return await unless_client_leaves(http, answer.generation, lambda: self._whole(answer))
+            return StreamingResponse(self._stream(request, answer), media_type="text/event-stream", headers=headers)
+        response = await unless_client_leaves(http, answer.generation, lambda: self._whole(answer))
+        response.headers.update(headers)
+        return response
 
     def _prepare(self, body: bytes) -> tuple[ChatRequest, ChatPrompt]:
         request = parse_chat_request(body)

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from qwen35_engine import Engine, GenerationRequest
 
 from .errors import ServeError, require_model
-from .generation import End, Generation, Piece, sampling_of, unless_client_leaves
+from .generation import REQUEST_ID, End, Generation, Piece, sampling_of, unless_client_leaves
 from .schema import CompletionRequest, parse_completion_request
 from .shapes import head, sse, usage_body
 from .text import ChatText
@@ -49,9 +49,12 @@ class CompletionService:
             stops=request.stop or (),
         )
         await generation.start()
+        headers = {REQUEST_ID: generation.request_id}
         if request.stream:
-            return StreamingResponse(self._stream(request, generation), media_type="text/event-stream")
-        return await unless_client_leaves(http, generation, lambda: self._whole(request, generation))
+            return StreamingResponse(self._stream(request, generation), media_type="text/event-stream", headers=headers)
+        response = await unless_client_leaves(http, generation, lambda: self._whole(request, generation))
+        response.headers.update(headers)
+        return response
 
     def _prepare(self, body: bytes) -> tuple[CompletionRequest, list[int]]:
         request = parse_completion_request(body)

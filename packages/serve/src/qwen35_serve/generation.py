@@ -29,7 +29,10 @@ from .errors import ServeError, Unavailable, from_engine
 from .schema import SamplingFields
 from .text import StopStrings, TokenDecoder
 
-__all__ = ["End", "Generation", "Piece", "sampling_of", "unless_client_leaves"]
+__all__ = ["REQUEST_ID", "End", "Generation", "Piece", "sampling_of", "unless_client_leaves"]
+
+REQUEST_ID = "x-request-id"
+"""The header of every answer that has the number under which the request log knows it."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,12 @@ class Generation:
             self._stream = await asyncio.to_thread(self._engine.submit, self._request, notify=notify)
         except EngineError as error:
             raise from_engine(error) from error
+
+    @property
+    def request_id(self) -> str:
+        """The engine's number for it, once started."""
+        assert self._stream is not None
+        return str(self._stream.request_id)
 
     def cancel(self) -> None:
         if self._stream is not None:
