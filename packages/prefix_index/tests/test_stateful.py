@@ -78,6 +78,21 @@ def run_seed(seed: int, steps: int, *, snapshots: bool) -> None:
             raise
 
 
+def test_values_come_out_the_same_however_many_changes_they_were_put_off_for() -> None:
+    """Values are derived when somebody needs them: here after up to twenty operations, not after each."""
+    for seed in range(2000, 2000 + 2 * SEEDS):
+        rng = random.Random(seed)
+        world = World(rng.randrange)
+        for step in range(STEPS // 10):
+            try:
+                for _ in range(rng.randrange(1, 20)):
+                    world.step()
+                world.check()
+            except BaseException as error:
+                error.add_note(f"seed {seed}, step {step}")
+                raise
+
+
 def test_an_exported_index_restores_to_what_it_was() -> None:
     """Whatever the history: the tables of the restored index are the tables it was made from."""
     restored = 0

@@ -229,11 +229,14 @@ class _Facts:
                     self.pinned_tails += 1
                 else:
                     self.leaves.append((snapshot.tick + (0 if hosted else UNBACKED), id(snapshot)))
-            self.lineage(snapshot)
 
     def owners(self, edge: Edge) -> None:
-        """Who may lose a slot or a Host copy, under the values just derived."""
+        """The values, now that all are derived, and under them who may lose a slot or a Host copy."""
         for snapshot in edge.snaps:
+            if not snapshot.superseded:
+                above = nearest_retained(snapshot, self.core.tree.scheme)
+                value = self.core.worth.value_above(snapshot, above.frontier if above is not None else 0)
+                require(snapshot.value == value, "a value must be up to date", snapshot.value, value)
             if snapshot.pins:
                 continue
             if snapshot.slot is not None:
@@ -242,24 +245,6 @@ class _Facts:
                 self.superseded.append((snapshot.superseded, id(snapshot)))
             elif snapshot.where & HOST:
                 self.retained.append((snapshot.value, snapshot.hit_tick, id(snapshot)))
-
-    def lineage(self, snapshot: Snapshot) -> None:
-        if snapshot.superseded:
-            require(
-                snapshot.anc is None and snapshot.deps is None, "a superseded snapshot values nobody", snapshot.serial
-            )
-            return
-        above = nearest_retained(snapshot, self.core.tree.scheme)
-        expected = above.frontier if above is not None else 0
-        anc = snapshot.anc
-        # Two snapshots that differ in the extra of their tails stand at one frontier: either may be the nearest.
-        right = isinstance(anc, Root) if above is None else isinstance(anc, Snapshot) and anc.frontier == expected
-        require(right, "the nearest retained snapshot above", expected)
-        assert anc is not None
-        require(anc.deps is not None and snapshot in anc.deps, "dependents must be recorded", snapshot.serial)
-        if snapshot not in self.core.worth.pending:
-            value = self.core.worth.derive(snapshot)
-            require(snapshot.value == value, "a value must be up to date", snapshot.value, value)
 
     def totals(self) -> None:
         core = self.core

@@ -308,11 +308,13 @@ class Core:
         """Let no queue refer to a removed edge."""
         kill(edge.queued)
         kill(edge.dead_queued)
+        self.worth.forget(edge)
 
     def split(self, edge: Edge, at: int) -> Edge:
         """Cut an edge; returns the upper half. The lower keeps its place in the orders, the upper needs none: whoever
         cuts an edge pins it down to the cut, and offers what it then unpins."""
         upper = self.tree.split(edge, at)
+        self.worth.divide(edge, upper)
         self.epoch += 1
         return upper
 

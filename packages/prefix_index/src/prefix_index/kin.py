@@ -6,7 +6,7 @@ alone: this is valuation, not identity.
 
 from __future__ import annotations
 
-from prefix_index.nodes import Edge, Root, Snapshot, place_for, root_of
+from prefix_index.nodes import Edge, Snapshot, place_for, place_of
 from prefix_index.prompt import BlockScheme
 from prefix_index.tree import starts_with
 
@@ -27,40 +27,16 @@ def exclusive_blocks(snapshot: Snapshot) -> int:
     return depth - (kept[above - 1].at if above else edge.start)
 
 
-def neighbour(snapshot: Snapshot, place: int) -> Snapshot | None:
-    """The one other retained snapshot at or below the deepest block that `snapshot`, at this place among its edge's,
-    shares with any; None when several share it."""
-    edge = snapshot.edge
-    assert edge is not None
+def sole(edge: Edge) -> Snapshot | None:
+    """The one retained snapshot whose way up leads through `edge` shared with none below; None when there is none."""
     kept = edge.kept
-    first = place
-    while first and kept[first - 1].at == snapshot.at:
-        first -= 1
-    others = len(kept) - first - 1
-    children = edge.units - len(kept)
-    came_from: Edge | None = None
-    while not others and not children:
-        if first:
-            deepest = kept[first - 1]
-            return None if first > 1 and kept[first - 2].at == deepest.at else deepest
-        if edge.parent is None:
-            return None
-        came_from, edge = edge, edge.parent
-        kept = edge.kept
-        first = place = len(kept)
-        while first and kept[first - 1].at == edge.end:
-            first -= 1
-        others = len(kept) - first
-        children = edge.units - len(kept) - 1
-    if others + children > 1:
-        return None
-    if others:
-        return kept[first] if place != first else kept[first + 1]
-    child = edge.first
-    return _sole(child.next if child is came_from and child is not None else child)
+    below = edge.units - len(kept)
+    if not below:
+        return kept[-1] if kept else None
+    return sole_below(edge.first) if below == 1 else None
 
 
-def _sole(edge: Edge | None) -> Snapshot | None:
+def sole_below(edge: Edge | None) -> Snapshot | None:
     """The one retained snapshot in or below `edge`; None when there are several. Children with units come first."""
     while edge is not None and edge.units == 1:
         if edge.kept:
@@ -69,12 +45,36 @@ def _sole(edge: Edge | None) -> Snapshot | None:
     return None
 
 
-def nearest_retained(snapshot: Snapshot, place: int, scheme: BlockScheme) -> Snapshot | Root:
-    """The deepest retained snapshot whose prefix is a proper prefix of this one's, else the root. `place` is its own
-    among its edge's."""
+def next_below(edge: Edge, least: int, greatest: int, scheme: BlockScheme) -> list[Snapshot]:
+    """The retained snapshots that may have their nearest one above among those of `edge` with a frontier between
+    `least` and `greatest`. O(them, and the edges between)."""
+    found = []
+    edges = [edge]
+    for edge in edges:
+        kept = edge.kept
+        for snapshot in kept[place_for(kept, least) :]:
+            found.append(snapshot)
+            on_path = (
+                not snapshot.tail
+                if snapshot.at == edge.end
+                else starts_with(edge, scheme, snapshot.at, None, snapshot.tail)
+            )
+            if on_path and snapshot.frontier > greatest:
+                break  # it is nearer to whatever lies deeper
+        else:
+            child = edge.first
+            while child is not None and child.units:
+                edges.append(child)
+                child = child.next
+    return found
+
+
+def nearest_retained(snapshot: Snapshot, scheme: BlockScheme) -> Snapshot | None:
+    """The deepest retained snapshot whose prefix is a proper prefix of this one's. O(edges up to it)."""
     edge = snapshot.edge
     assert edge is not None
     kept = edge.kept
+    place = place_of(kept, snapshot)
     below: Edge | None = None
     while True:
         while place:
@@ -86,40 +86,7 @@ def nearest_retained(snapshot: Snapshot, place: int, scheme: BlockScheme) -> Sna
             elif other.frontier < snapshot.frontier and snapshot.tail.startswith(other.tail):
                 return other
         if edge.parent is None:
-            return root_of(edge)
+            return None
         below, edge = edge, edge.parent
         kept = edge.kept
         place = len(kept)
-
-
-def twins(snapshot: Snapshot | Root) -> list[Snapshot | Root]:
-    """`snapshot` and the retained ones that differ from it in their tail's extra only: each is as near above what lies
-    below them as the others."""
-    if isinstance(snapshot, Root) or not snapshot.tail:
-        return [snapshot]
-    assert snapshot.edge is not None
-    kept = snapshot.edge.kept
-    found: list[Snapshot | Root] = []
-    place = place_for(kept, snapshot.frontier)
-    while place and kept[place - 1].frontier == snapshot.frontier:
-        place -= 1
-        if kept[place].tail == snapshot.tail:
-            found.append(kept[place])
-    return found
-
-
-def is_above(snapshot: Snapshot, other: Snapshot, scheme: BlockScheme) -> bool:
-    """Whether `snapshot` lies on the path of `other`, strictly above it."""
-    target = snapshot.edge
-    edge = other.edge
-    assert target is not None
-    assert edge is not None
-    if edge is target and other.at <= snapshot.at:
-        tail = snapshot.tail
-        return other.at == snapshot.at and len(tail) < len(other.tail) and other.tail.startswith(tail)
-    below: Edge | None = None
-    while edge is not target:
-        if edge.parent is None or edge.start < target.end:
-            return False
-        below, edge = edge, edge.parent
-    return starts_with(target, scheme, snapshot.at, below, snapshot.tail)

@@ -139,12 +139,10 @@ class Edge(Walked):
 
 
 class Root(Edge):
-    """The empty edge a namespace hangs from. It is also the nearest retained snapshot of whoever has none."""
+    """The empty edge a namespace hangs from."""
 
-    __slots__ = ("deps", "frontier", "hashed", "namespace")
+    __slots__ = ("hashed", "namespace")
 
-    deps: dict[Snapshot, None] | None
-    frontier: int
     hashed: int
     namespace: bytes
 
@@ -152,8 +150,6 @@ class Root(Edge):
         super().__init__(None, 0, 0, None)
         self.namespace = namespace
         self.hashed = hashed  # what the hashes of its first blocks are chained from
-        self.frontier = 0
-        self.deps = None
 
 
 class Offered:
@@ -171,10 +167,8 @@ class Snapshot(Offered):
     """State at `frontier` = the first `at` blocks of the path, which ends in `edge`, plus `tail`; and its copies."""
 
     __slots__ = (
-        "anc",  # nearest retained snapshot above, or the root; None while superseded or removed
         "base",  # inflation L when published or last hit
         "companion",  # the prompt tap its lineage left retained behind it
-        "deps",  # retained snapshots whose `anc` this is, or None
         "edge",  # None once removed
         "hit_tick",
         "hits",
@@ -193,9 +187,7 @@ class Snapshot(Offered):
         "where",  # which copies there are, and the kind
     )
 
-    anc: Snapshot | Root | None
     companion: Snapshot | None
-    deps: dict[Snapshot, None] | None
     edge: Edge | None
     slabs: tuple[int, ...] | None
     slot: int | None
@@ -215,8 +207,7 @@ class Snapshot(Offered):
         self.frontier = frontier
         self.tail = tail
         self.extra = extra
-        self.anc = self.companion = self.deps = self.successor = None
-        self.slabs = self.slot = self.tail_pages = None
+        self.companion = self.successor = self.slabs = self.slot = self.tail_pages = None
         self.slot_queued = self.host_queued = self.tail_queued = None
         self.base = self.value = 0.0
         self.hits = self.hit_tick = self.tick = self.superseded = self.pins = 0

@@ -4,18 +4,22 @@ GreedyDual-Size-Frequency: H = base + (1 + hits) * C / Z, where base is the infl
 the prefill saved from the nearest retained snapshot above (less the restore of the image), Z the bytes of image, tail
 and exclusive path: the blocks below which it is the only retained snapshot.
 
-Values are computed when somebody needs them: a change marks the snapshots it touches, `flush` re-derives the marked.
+Values are computed when somebody needs them, which most turns never do. A change notes where it happened, in O(1) as a
+rule; `flush` finds out whom it concerned and re-derives those. A snapshot that comes takes from whoever was alone on
+blocks it joins, which is marked at once, while that is known; everything else can be seen from the edge afterwards: who
+is alone there now, and who comes next below.
 Which of two snapshots lies above the other is decided by tokens alone; this is valuation, not identity.
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from operator import attrgetter
 
 from prefix_index.core import Core, Given
-from prefix_index.kin import exclusive_blocks, is_above, nearest_retained, neighbour, twins
+from prefix_index.kin import exclusive_blocks, nearest_retained, next_below, sole, sole_below
 from prefix_index.nodes import (
     DEVICE_IMAGE,
     DEVICE_TAIL,
@@ -28,25 +32,23 @@ from prefix_index.nodes import (
 )
 from prefix_index.order import kill
 
+NOTHING = sys.maxsize, -1  # an empty range of frontiers
+
 _at: Callable[[Snapshot], int] = attrgetter("at")
 
 
 class Worth:
     """Attaches snapshots to edges, keeps the retained ones valued, detaches them."""
 
-    __slots__ = ("_core", "_dirty", "_left", "lost", "superseded")
+    __slots__ = ("_changed", "_core", "_dirty", "_left", "lost", "superseded")
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._dirty: dict[Snapshot, None] = {}
+        self._changed: dict[Edge, tuple[int, int]] = {}  # see `_note`
+        self._dirty: dict[Snapshot, None] = {}  # retained, to be valued and queued
         self._left: dict[Snapshot, None] = {}  # superseded, to be queued
         self.superseded = 0  # since the index was made
         self.lost = 0
-
-    @property
-    def pending(self) -> dict[Snapshot, None]:
-        """Retained snapshots that the next `flush` will value and queue."""
-        return self._dirty
 
     # ------------------------------------------------------------------ life of a snapshot
 
@@ -153,9 +155,11 @@ class Worth:
             if entry is not None:
                 entry[2] = None
         if snapshot.companion is not None:
-            snapshot.companion.successor = snapshot.companion = None
+            snapshot.companion.successor = None
+            snapshot.companion = None
         if snapshot.successor is not None:
-            snapshot.successor.companion = snapshot.successor = None
+            snapshot.successor.companion = None
+            snapshot.successor = None
         snapshot.edge = None
         core.kinds[snapshot.where >> KIND_SHIFT] -= 1
         core.epoch += 1
@@ -195,80 +199,90 @@ class Worth:
     # ------------------------------------------------------------------ retained snapshots
 
     def _retain(self, snapshot: Snapshot) -> None:
-        tree = self._core.tree
         edge = snapshot.edge
         assert edge is not None
         kept = edge.kept
         place = place_for(kept, snapshot.frontier)
+        if place:
+            self._dirty[kept[place - 1]] = None  # alone to its end no more
         kept.insert(place, snapshot)
-        at: Edge | None = edge
-        while at is not None:
-            at.units += 1
-            if at.units > 1:
-                break
-            if at.parent is not None:
-                tree.move_to_front(at)
-            at = at.parent
-        self._mark(neighbour(snapshot, place))  # whoever was alone where they meet is not any more
-        above = nearest_retained(snapshot, place, tree.scheme)
-        snapshot.anc = above
-        if place + 1 < len(kept) or edge.units > len(kept):
-            for source in twins(above):  # any of them may have what lies below
-                below = [other for other in source.deps or () if is_above(snapshot, other, tree.scheme)]
-                for other in below:
-                    assert source.deps is not None
-                    del source.deps[other]
-                    other.anc = snapshot
-                    self._dirty[other] = None
-                if below:
-                    source.deps = source.deps or None
-                    snapshot.deps = {**(snapshot.deps or {}), **dict.fromkeys(below)}
-        if above.deps is None:
-            above.deps = {}
-        above.deps[snapshot] = None
+        units = edge.units
+        edge.units = units + 1
+        if not units:
+            self._first_of(edge)
+        elif units > place:
+            self._note(edge, snapshot.frontier, snapshot.frontier)
         self._dirty[snapshot] = None
 
-    def _unretain(self, snapshot: Snapshot) -> None:
-        tree = self._core.tree
-        edge = snapshot.edge
-        above = snapshot.anc
-        assert edge is not None
-        assert above is not None
-        assert above.deps is not None
-        place = place_of(edge.kept, snapshot)
-        self._mark(neighbour(snapshot, place))  # whoever remains is alone there now
-        del above.deps[snapshot]
-        if snapshot.deps:
-            next_above = next((twin for twin in twins(snapshot) if twin is not snapshot), above)
-            if next_above.deps is None:
-                next_above.deps = {}
-            for other in snapshot.deps:
-                other.anc = next_above
-                next_above.deps[other] = None
-                self._dirty[other] = None
-        if not above.deps:
-            above.deps = None
-        snapshot.anc = snapshot.deps = None
-        self._dirty.pop(snapshot, None)
-        del edge.kept[place]
-        at: Edge | None = edge
-        while at is not None:
-            at.units -= 1
-            if at.units:
+    def _first_of(self, edge: Edge) -> None:
+        """The first retained snapshot in or below `edge` has come: count it upwards. Whoever was alone where it joins
+        the others is so no more."""
+        while edge.parent is not None:
+            self._core.tree.move_to_front(edge)
+            parent = edge.parent
+            units = parent.units
+            parent.units = units + 1
+            if units:
+                below = units - len(parent.kept)
+                alone = parent.kept[-1] if not below else sole_below(edge.next) if below == 1 else None
+                if alone is not None:
+                    self._dirty[alone] = None
                 break
-            if at.parent is not None:
-                tree.move_to_back(at)
-            at = at.parent
+            edge = parent
 
-    def _mark(self, snapshot: Snapshot | None) -> None:
-        if snapshot is not None:
-            self._dirty[snapshot] = None
+    def _unretain(self, snapshot: Snapshot) -> None:
+        edge = snapshot.edge
+        assert edge is not None
+        kept = edge.kept
+        del kept[place_of(kept, snapshot)]
+        self._dirty.pop(snapshot, None)
+        edge.units -= 1
+        if edge.units:
+            self._note(edge, snapshot.frontier, snapshot.frontier)
+            return
+        while not edge.units and edge.parent is not None:
+            self._core.tree.move_to_back(edge)
+            edge = edge.parent
+            edge.units -= 1
+        self._note(edge, *NOTHING)  # whoever is left may be alone there now
+
+    def _note(self, edge: Edge, least: int, greatest: int) -> None:
+        """Retained snapshots of `edge` between these frontiers have come or gone, or something below it has gone."""
+        if edge.parent is None:  # nobody is alone above a root, and a root may vanish unnoticed
+            self._mark_below(edge, least, greatest)
+            return
+        before = self._changed.get(edge)
+        if before is not None:
+            least = min(least, before[0])
+            greatest = max(greatest, before[1])
+        self._changed[edge] = least, greatest
+
+    def _mark_below(self, edge: Edge, least: int, greatest: int) -> None:
+        if least <= greatest:
+            for snapshot in next_below(edge, least, greatest, self._core.tree.scheme):
+                self._dirty[snapshot] = None
+
+    def divide(self, edge: Edge, upper: Edge) -> None:
+        """`edge` was cut and `upper` has what lay above the cut."""
+        if edge in self._changed:
+            self._changed[upper] = self._changed[edge]
+
+    def forget(self, edge: Edge) -> None:
+        """`edge` is gone. Its snapshots went before it, so what changed thereby is noted above it."""
+        self._changed.pop(edge, None)
 
     # ------------------------------------------------------------------ values
 
     def flush(self) -> None:
         """Bring every value up to date and queue what was marked. O(marked snapshots * their exclusive edges)."""
         self.queue_superseded()
+        if self._changed:
+            for edge, (least, greatest) in self._changed.items():
+                alone = sole(edge)
+                if alone is not None:
+                    self._dirty[alone] = None
+                self._mark_below(edge, least, greatest)
+            self._changed.clear()
         if self._dirty:
             for snapshot in self._dirty:
                 snapshot.value = self.derive(snapshot)
@@ -277,14 +291,17 @@ class Worth:
 
     def derive(self, snapshot: Snapshot) -> float:
         """H of a retained snapshot from the present tree."""
+        above = nearest_retained(snapshot, self._core.tree.scheme)
+        return self.value_above(snapshot, above.frontier if above is not None else 0)
+
+    def value_above(self, snapshot: Snapshot, above: int) -> float:
+        """H of a retained snapshot whose nearest retained one above has the frontier `above`, 0 for none."""
         geometry = self._core.geometry
         cost = self._core.cost
-        assert snapshot.anc is not None
         exclusive = exclusive_blocks(snapshot)
         if snapshot.tail:
             exclusive += 1
         size = max(1, geometry.image_bytes + exclusive * geometry.block_bytes)
-        above = snapshot.anc.frontier
         saved = cost.saved_seconds(above, snapshot.frontier - above) - cost.restore_seconds(geometry.image_bytes)
         return snapshot.base + (1 + snapshot.hits) * max(0.0, saved) / size
 
