@@ -13,15 +13,6 @@ from prefix_index.values import Extension
 Range = tuple[int, int]
 
 
-def _follow_prompt(lease: Lease, tokens: bytes, count: int, width: int) -> None:
-    """Note how far the path is known to be the lease's prompt, whose hashes are known."""
-    depth = lease._hold.depth
-    prompt = lease._prompt
-    whole = depth + count <= len(prompt._hashes)
-    if whole and lease._along == depth and prompt._tokens.startswith(tokens, depth * width):
-        lease._along = depth + count
-
-
 def extend(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | None, pages: list[int]) -> Extension:
     """Commit whole blocks below the lease's depth and move its pin to their end."""
     tree = core.tree
@@ -33,7 +24,8 @@ def extend(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | No
     assert edge is not None
     at = hold.depth
     end = at + count
-    _follow_prompt(lease, tokens, count, width)
+    if lease._along == at and lease._prompt._tokens.startswith(tokens, at * width):
+        lease._along = end  # the path is still the lease's prompt, whose hashes are known
     reattached: list[Range] = []
     duplicate: list[Range] = []
     done = 0
@@ -73,12 +65,16 @@ def extend(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | No
             extras = extras[done:] if extras is not None and any(extras[done:]) else None
         if edge.first is None and edge.parent is not None:
             tree.append(edge, tokens, extras, lease._prompt._hashes[at] if at < lease._along else None, pages)
+            if not done:  # the hold was at the end of the edge: all that is new is pinned, and by it alone
+                hold.depth = end
+                core.pinned_blocks += inserted
         else:
             key = _key(lease, edge, at, tokens[:width], extras[0] if extras is not None else 0, tree.scheme)
             edge = tree.add_child(edge, tokens, extras, key, pages)
         core.device_blocks += inserted
         core.inserted += inserted
-    lease._hold = core.move(hold, edge, end)
+    if hold.depth < end:
+        lease._hold = core.move(hold, edge, end)
     return Extension(((at, end),) if inserted else (), tuple(reattached), tuple(duplicate))
 
 

@@ -143,12 +143,13 @@ class PrefixIndex:
 
         Neither recency nor hits change before `activate` or `release`; `cancel` undoes it without a trace.
         Raises StaleMatch when the index has moved on since the match."""
-        self._guard.enter("acquire")
-        self._guard.match("acquire", match)
+        guard = self._guard
+        guard.enter("acquire")
         if candidate is None:
-            return acquire(self._core, self._guard.owner, match, 0, None)
-        snapshot = self._guard.candidate("acquire", candidate)
-        return acquire(self._core, self._guard.owner, match, candidate._depth, snapshot)
+            guard.match("acquire", match)
+            return acquire(self._core, guard.owner, match, 0, None)
+        snapshot = guard.source("acquire", match, candidate)
+        return acquire(self._core, guard.owner, match, candidate._depth, snapshot)
 
     def activate(self, lease: Lease) -> None:
         """The lane exists: count the hit and let go of the snapshot, whose image and tail the lane has copied.
@@ -168,7 +169,7 @@ class PrefixIndex:
         The pages of inserted and reattached blocks belong to the index now; those of duplicates stay with the caller.
         """
         edge = self._guard.change("extend", lease)
-        data = token_bytes("extend", tokens)
+        data = tokens if isinstance(tokens, bytes) else token_bytes("extend", tokens)
         width = self._scheme.block_bytes
         if len(data) % width:
             raise InvalidArgument(
@@ -183,7 +184,9 @@ class PrefixIndex:
             )
         if not num_blocks:
             return Extension((), (), ())
-        extras = lease._prompt._extras.of_blocks(depth, depth + num_blocks, self.block_tokens)
+        extras = None
+        if lease._prompt._extras.pairs:
+            extras = lease._prompt._extras.of_blocks(depth, depth + num_blocks, self.block_tokens)
         if not lease._activated:
             activate(self._core, lease)
         core = self._core
@@ -242,9 +245,8 @@ class PrefixIndex:
         self._guard.change("publish", lease)
         if not self._snapshots:
             raise WrongState("publish: the index must be made with snapshots=True, got one without")
-        snapshot, created = publish(
-            self._core, lease, frontier, slot, token_bytes("publish", tail), tuple(tail_pages), kind
-        )
+        tokens = tail if isinstance(tail, bytes) else token_bytes("publish", tail)
+        snapshot, created = publish(self._core, lease, frontier, slot, tokens, tuple(tail_pages), kind)
         if created:
             self._counts.published += 1
         else:

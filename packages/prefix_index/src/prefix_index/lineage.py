@@ -15,6 +15,9 @@ from prefix_index.prompt import BlockScheme
 from prefix_index.runs import goes_on_with
 from prefix_index.values import SnapshotKind
 
+_TAP = SnapshotKind.TAP
+_BOUNDARY_BITS = SnapshotKind.BOUNDARY << KIND_SHIFT  # the greatest kind: what has these bits has no less
+
 
 def activate(core: Core, lease: Lease) -> None:
     """The lane has its own copy of what it resumed from: count the hit and let the snapshot go. Once per lease.
@@ -33,30 +36,30 @@ def activate(core: Core, lease: Lease) -> None:
 def supersede_below(core: Core, lease: Lease, frontier: int, kind: SnapshotKind) -> None:
     """Supersede what a snapshot of `kind` at `frontier` makes redundant in the lineage of `lease`."""
     kept: list[Snapshot] = []
+    spared = lease._tap if kind is not _TAP else None
     for snapshot in lease._chain:
         if snapshot.edge is None or snapshot.superseded:
             continue
-        deeper = snapshot.frontier >= frontier
-        last_tap = snapshot is lease._tap and kind is not SnapshotKind.TAP
-        if deeper or last_tap or _protected(snapshot, lease, core.tree.scheme):
+        if (
+            snapshot is spared
+            or snapshot.frontier >= frontier
+            or (snapshot.where >= _BOUNDARY_BITS and _protected(snapshot, lease, core.tree.scheme))
+        ):
             kept.append(snapshot)
         else:
             core.worth.supersede(snapshot)
     lease._chain = kept
 
 
-def _protected(snapshot: Snapshot, lease: Lease, scheme: BlockScheme) -> bool:
-    if snapshot.where >> KIND_SHIFT != SnapshotKind.BOUNDARY:
-        return False
-    return snapshot is not lease._resumed or shared(snapshot, scheme)
+def _protected(boundary: Snapshot, lease: Lease, scheme: BlockScheme) -> bool:
+    return boundary is not lease._resumed or shared(boundary, scheme)
 
 
-def join(lease: Lease, snapshot: Snapshot, kind: SnapshotKind) -> None:
-    """Make a published snapshot the lineage's newest, and let it remember the tap left retained behind it."""
-    if snapshot not in lease._chain:
-        lease._chain.append(snapshot)
-    lease._published = max(lease._published, snapshot.frontier)
-    if kind is SnapshotKind.TAP:
+def advance(lease: Lease, snapshot: Snapshot, kind: SnapshotKind) -> None:
+    """A published snapshot is the lineage's newest; let it remember the tap left retained behind it."""
+    if snapshot.frontier > lease._published:
+        lease._published = snapshot.frontier
+    if kind is _TAP:
         lease._tap = snapshot
         return
     tap = lease._tap

@@ -198,9 +198,7 @@ class Snapshot(Offered):
     host_queued: Entry | None
     tail_queued: Entry | None
 
-    def __init__(
-        self, serial: int, edge: Edge, at: int, frontier: int, tail: bytes, extra: int, kind: SnapshotKind
-    ) -> None:
+    def __init__(self, serial: int, edge: Edge, at: int, frontier: int, tail: bytes, extra: int, where: int) -> None:
         self.serial = serial
         self.edge = edge
         self.at = at
@@ -211,7 +209,7 @@ class Snapshot(Offered):
         self.slot_queued = self.host_queued = self.tail_queued = None
         self.base = self.value = 0.0
         self.hits = self.hit_tick = self.tick = self.superseded = self.pins = 0
-        self.where = (HAS_TAIL if tail else 0) | kind << KIND_SHIFT
+        self.where = where
 
     @property
     def kind(self) -> SnapshotKind:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefix_index.core import Core
 from prefix_index.errors import InvalidArgument, WrongState
 from prefix_index.fills import hold_on_host
-from prefix_index.nodes import HOST, Edge, Snapshot
+from prefix_index.nodes import HAS_TAIL, HOST, KIND_SHIFT, Edge, Snapshot
 from prefix_index.prompt import TOKEN_BYTES, namespace_hash
 from prefix_index.tables import BlockRow, HostTables, SnapshotRow, paths_of
 from prefix_index.values import Tier
@@ -34,10 +34,10 @@ def restore(core: Core, tables: HostTables) -> list[Snapshot]:
         edge = edges[row.anchor] if row.anchor is not None else core.tree.root(tables.namespaces[row.namespace])
         core.serial += 1
         depth = core.geometry.depth(row.frontier)
-        snapshot = Snapshot(core.serial, edge, depth, row.frontier, row.tail, row.extra, row.kind)
+        where = row.kind << KIND_SHIFT | HOST | (HAS_TAIL if row.tail else 0)
+        snapshot = Snapshot(core.serial, edge, depth, row.frontier, row.tail, row.extra, where)
         snapshot.hits = row.hits
         snapshot.slabs = row.slabs
-        snapshot.where |= HOST
         core.worth.attach(snapshot)
         core.worth.offer(snapshot)
         core.stamp(edge, depth, core.tick())

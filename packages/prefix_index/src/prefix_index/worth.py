@@ -58,11 +58,11 @@ class Worth:
         edge = snapshot.edge
         assert edge is not None
         snaps = edge.snaps
-        place = place_for(snaps, snapshot.frontier)
-        if place == len(snaps):
+        if not snaps or snaps[-1].frontier <= snapshot.frontier:
             snaps.append(snapshot)
             edge.wheres.append(snapshot.where)
         else:
+            place = place_for(snaps, snapshot.frontier)
             edge.snaps = [*snaps[:place], snapshot, *snaps[place:]]
             edge.wheres = edge.wheres[:place] + bytes((snapshot.where,)) + edge.wheres[place:]
         if edge.lost is not None:
