@@ -124,7 +124,7 @@ class _Facts:
             children.append(child)
             previous, child = child, child.next
         require(edge.last is previous, "the last child must be linked", edge.end)
-        carrying = [bool(child.units) for child in children]
+        carrying = [bool(child.kept or child.kbelow) for child in children]
         require(
             carrying == sorted(carrying, reverse=True), "children with retained snapshots must come first", carrying
         )
@@ -158,11 +158,11 @@ class _Facts:
         for name, value, expected in (
             ("below", edge.below, sum(child.dev > 0 for child in children)),
             ("hbelow", edge.hbelow, sum(child.host > 0 for child in children)),
-            ("live", edge.live, len(snaps) + sum(child.live > 0 for child in children)),
-            ("units", edge.units, len(kept) + sum(child.units > 0 for child in children)),
+            ("sbelow", edge.sbelow, sum(bool(child.snaps or child.sbelow) for child in children)),
+            ("kbelow", edge.kbelow, sum(carrying)),
             ("pins", edge.pins, len(holds) + sum(child.pins > 0 for child in children)),
         ):
-            require(value == expected, f"{name} must count its units", value, expected)
+            require(value == expected, f"{name} must count what lies below", value, expected)
         require(edge.holds is None or bool(holds), "an empty list of holds must be None", holds)
         for hold in holds:
             inside = edge.start < hold.depth <= edge.end or (edge.parent is None and hold.depth == 0)
@@ -175,7 +175,11 @@ class _Facts:
         if edge.dev > pinned_here and not edge.below and end not in tails:
             self.leaves.append((self.tick(edge, end) + (0 if edge.host >= edge.dev else UNBACKED), id(edge)))
         end = edge.start + edge.host
-        alive = edge.end if any(child.live for child in children) else max((s.at for s in snaps), default=edge.start)
+        alive = (
+            edge.end
+            if any(child.snaps or child.sbelow for child in children)
+            else max((s.at for s in snaps), default=edge.start)
+        )
         if end > max(pinned, alive, edge.start) and not edge.hbelow:
             self.dead.append((self.tick(edge, end), id(edge)))
         stamps = stamps_of(edge)

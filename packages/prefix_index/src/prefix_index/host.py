@@ -148,7 +148,7 @@ def _dead_key(edge: Edge) -> int | None:
     if not edge.host or edge.hbelow:
         return None
     end = edge.start + edge.host
-    if (edge.live and live_end(edge) >= end) or (edge.pins and pinned_end(edge) >= end):
+    if live_end(edge) >= end or (edge.pins and pinned_end(edge) >= end):
         return None
     return stamped(edge, end)[0]
 

@@ -16,11 +16,11 @@ def exclusive_blocks(snapshot: Snapshot) -> int:
     edge = snapshot.edge
     assert edge is not None
     kept = edge.kept
-    if kept[-1] is not snapshot or edge.units > len(kept):
+    if kept[-1] is not snapshot or edge.kbelow:
         return 0
     above = len(kept) - 1
     depth = snapshot.at
-    while not above and edge.parent is not None and edge.parent.units == len(edge.parent.kept) + 1:
+    while not above and edge.parent is not None and edge.parent.kbelow == 1:
         edge = edge.parent
         kept = edge.kept
         above = len(kept)
@@ -29,16 +29,14 @@ def exclusive_blocks(snapshot: Snapshot) -> int:
 
 def sole(edge: Edge) -> Snapshot | None:
     """The one retained snapshot whose way up leads through `edge` shared with none below; None when there is none."""
-    kept = edge.kept
-    below = edge.units - len(kept)
-    if not below:
-        return kept[-1] if kept else None
-    return sole_below(edge.first) if below == 1 else None
+    if edge.kbelow:
+        return sole_below(edge.first) if edge.kbelow == 1 else None
+    return edge.kept[-1] if edge.kept else None
 
 
 def sole_below(edge: Edge | None) -> Snapshot | None:
-    """The one retained snapshot in or below `edge`; None when there are several. Children with units come first."""
-    while edge is not None and edge.units == 1:
+    """The one retained snapshot in or below `edge`; None for several. Children that lead to any come first."""
+    while edge is not None and len(edge.kept) + edge.kbelow == 1:
         if edge.kept:
             return edge.kept[0]
         edge = edge.first
@@ -63,7 +61,7 @@ def next_below(edge: Edge, least: int, greatest: int, scheme: BlockScheme) -> li
                 break  # it is nearer to whatever lies deeper
         else:
             child = edge.first
-            while child is not None and child.units:
+            while child is not None and (child.kept or child.kbelow):
                 edges.append(child)
                 child = child.next
     return found

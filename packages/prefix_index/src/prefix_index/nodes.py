@@ -14,8 +14,8 @@ Residency of an edge is a length because a block held in a tier has its whole pa
 always the whole edge: a block with neither copy does not exist. Recency falls because whoever releases a block
 releases everything above it.
 
-Counters named *units* count things directly below or in an edge that carry a property, a child edge counting once
-however much it carries: they change along a path only as far as a zero becomes a one, so most updates touch one edge.
+Counters count what lies in or directly below an edge, a child edge counting once however much it carries: they change
+along a path only as far as a zero becomes a one, so most updates touch one edge.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class Edge(Walked):
         "hbelow",  # child edges with host blocks
         "holds",  # holds that end inside this edge, or None
         "host",
+        "kbelow",  # child edges with retained snapshots in or below them
         "kept",  # the retained ones of `snaps`, in the same order
         "key",  # hash of the first block
         "last",
-        "live",  # units of snapshots
         "lost",  # block depths whose latest snapshot was lost, ascending, or None
         "older",  # (block depth, tick) of the stretches below `upto`, deepest first, or None
         "pages",  # interleaved by pool: page of block i in pool p is pages[i * pools + p]
@@ -84,12 +84,12 @@ class Edge(Walked):
         "pins",  # holds ending here plus pinned children
         "prev",
         "queued",
+        "sbelow",  # child edges with snapshots in or below them
         "slabs",
         "start",
         "tails",  # block depths of the snapshots whose tail has a device copy, ascending, or None
         "tick",  # when the blocks down to `upto` were last released
         "twin",  # next child of the same parent with an equal key
-        "units",  # units of retained snapshots
         "upto",  # block depth; the edge's start while none of its blocks was ever released
     )
 
@@ -109,13 +109,13 @@ class Edge(Walked):
     dev: int
     hbelow: int
     host: int
+    kbelow: int
     key: int
-    live: int
     pins: int
     queued: Entry | None
+    sbelow: int
     start: int
     tick: int
-    units: int
     upto: int
 
     def __init__(self, parent: Edge | None, start: int, end: int, extras: tuple[int, ...] | None) -> None:
@@ -134,7 +134,7 @@ class Edge(Walked):
         self.upto = start
         self.key = self.tick = 0
         self.first = self.last = self.next = self.prev = self.twin = None
-        self.dev = self.host = self.below = self.hbelow = self.live = self.units = self.pins = 0
+        self.dev = self.host = self.below = self.hbelow = self.kbelow = self.sbelow = self.pins = 0
         self.queued = self.dead_queued = None
 
 
@@ -266,10 +266,9 @@ def pinned_device_blocks(edge: Edge) -> int:
 
 def live_end(edge: Edge) -> int:
     """The absolute block up to which the edge's blocks lie on the path of a snapshot."""
-    if not edge.live:
-        return edge.start
-    snaps = edge.snaps
-    return edge.end if edge.live > len(snaps) else snaps[-1].at
+    if edge.sbelow:
+        return edge.end
+    return edge.snaps[-1].at if edge.snaps else edge.start
 
 
 def stamped(edge: Edge, depth: int) -> tuple[int, int]:
@@ -304,6 +303,14 @@ def stamps_down_to(stamps: list[tuple[int, int]], depth: int) -> list[tuple[int,
     """What is left of `stamps` when the blocks from `depth` on are left out."""
     within = [stamp for stamp in stamps if stamp[0] < depth]
     return [(depth, stamps[-len(within) - 1][1]), *within] if len(within) < len(stamps) else within
+
+
+def cut_stamps(edge: Edge, depth: int) -> None:
+    """The blocks from `depth` on are gone."""
+    if edge.older is not None:
+        set_stamps(edge, stamps_down_to(stamps_of(edge), depth))
+    elif edge.upto > depth:
+        edge.upto = depth
 
 
 def set_stamps(edge: Edge, stamps: list[tuple[int, int]]) -> None:

@@ -172,7 +172,7 @@ def _hosted(root: Root) -> list[Snapshot]:
     for edge in edges:
         child = edge.first
         while child is not None:
-            if child.live:
+            if child.snaps or child.sbelow:
                 edges.append(child)
             child = child.next
     return [s for edge in edges for s in edge.kept if s.where & HOST and s.at <= edge.start + edge.host]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from prefix_index.nodes import Edge, Root, set_stamps, stamps_down_to, stamps_of
+from prefix_index.nodes import Edge, Root, cut_stamps, set_stamps, stamps_down_to, stamps_of
 from prefix_index.prompt import BlockScheme, namespace_hash
 from prefix_index.runs import add_tokens, cut_tokens, goes_on_with, move_tokens, set_tokens
 
@@ -167,10 +167,8 @@ class Tree:
             upper.wheres, edge.wheres = edge.wheres[: len(above)], edge.wheres[len(above) :]
             upper.kept = [snapshot for snapshot in above if not snapshot.superseded]
             del edge.kept[: len(upper.kept)]
-            edge.live -= len(above)
-            edge.units -= len(upper.kept)
-        upper.live = len(above) + (edge.live > 0)
-        upper.units = len(upper.kept) + (edge.units > 0)
+        upper.sbelow = 1 if edge.snaps or edge.sbelow else 0
+        upper.kbelow = 1 if edge.kept or edge.kbelow else 0
         upper.tails, edge.tails = _divided(edge.tails, at)
         upper.lost, edge.lost = _divided(edge.lost, at)
 
@@ -216,8 +214,9 @@ class Tree:
             cut_tokens(edge, self.scheme, end)
             if edge.extras is not None:
                 edge.extras = edge.extras[:size] if any(edge.extras[:size]) else None
-            set_stamps(edge, stamps_down_to(stamps_of(edge), end))
-            edge.lost = _divided(edge.lost, end)[0]
+            cut_stamps(edge, end)
+            if edge.lost is not None:
+                edge.lost = _divided(edge.lost, end)[0]
             return
         parent = edge.parent
         assert parent is not None

@@ -58,6 +58,13 @@ class Worth:
         edge = snapshot.edge
         assert edge is not None
         snaps = edge.snaps
+        if not snaps and not edge.sbelow:
+            above = edge.parent
+            while above is not None:
+                above.sbelow += 1
+                if above.sbelow > 1 or above.snaps:
+                    break
+                above = above.parent
         if not snaps or snaps[-1].frontier <= snapshot.frontier:
             snaps.append(snapshot)
             edge.wheres.append(snapshot.where)
@@ -72,12 +79,6 @@ class Worth:
             core.feed.published(snapshot)
         snapshot.base = core.inflation
         core.clock = snapshot.hit_tick = core.clock + 1
-        live = edge.live
-        edge.live = live + 1
-        while not live and edge.parent is not None:
-            edge = edge.parent
-            live = edge.live
-            edge.live = live + 1
         self._retain(snapshot)
 
     def supersede(self, snapshot: Snapshot) -> None:
@@ -105,9 +106,14 @@ class Worth:
         """Remove a snapshot and give up every copy it has. O(exclusive edges + dependents)."""
         edge = snapshot.edge
         assert edge is not None
-        place = place_of(edge.snaps, snapshot)
-        edge.snaps = edge.snaps[:place] + edge.snaps[place + 1 :]
-        edge.wheres = edge.wheres[:place] + edge.wheres[place + 1 :]
+        if edge.snaps[-1] is snapshot:
+            edge.snaps, edge.wheres = edge.snaps[:-1], edge.wheres[:-1]
+        else:
+            place = place_of(edge.snaps, snapshot)
+            edge.snaps = edge.snaps[:place] + edge.snaps[place + 1 :]
+            edge.wheres = edge.wheres[:place] + edge.wheres[place + 1 :]
+        if not edge.snaps:
+            _none_left(edge)
         _note_lost(edge, snapshot.at)
         self._lose(snapshot, given)
         if snapshot.where & DEVICE_TAIL:
@@ -123,6 +129,8 @@ class Worth:
         if place < len(snaps):
             edge.snaps, gone = snaps[:place], snaps[place:]
             edge.wheres = edge.wheres[:place]
+            if not place:
+                _none_left(edge)
             if len(gone) > 1:
                 gone.sort(key=_at, reverse=True)
             for snapshot in gone:
@@ -140,11 +148,6 @@ class Worth:
             self._left.pop(snapshot, None)
         else:
             self._unretain(snapshot)
-        at = edge
-        at.live -= 1
-        while not at.live and at.parent is not None:
-            at = at.parent
-            at.live -= 1
         if snapshot.slot is not None:
             given.slots.append(snapshot.slot)
         if snapshot.slabs is not None:
@@ -202,17 +205,18 @@ class Worth:
         edge = snapshot.edge
         assert edge is not None
         kept = edge.kept
-        place = place_for(kept, snapshot.frontier)
-        if place:
-            self._dirty[kept[place - 1]] = None  # alone to its end no more
-        kept.insert(place, snapshot)
-        units = edge.units
-        edge.units = units + 1
-        if not units:
-            self._first_of(edge)
-        elif units > place:
-            self._note(edge, snapshot.frontier, snapshot.frontier)
         self._dirty[snapshot] = None
+        if not kept or kept[-1].frontier <= snapshot.frontier:
+            if kept:
+                self._dirty[kept[-1]] = None  # alone to the end no more
+            elif not edge.kbelow:
+                self._first_of(edge)
+            kept.append(snapshot)
+            if edge.kbelow:
+                self._note(edge, snapshot.frontier, snapshot.frontier)
+        else:
+            kept.insert(place_for(kept, snapshot.frontier), snapshot)
+            self._note(edge, snapshot.frontier, snapshot.frontier)
 
     def _first_of(self, edge: Edge) -> None:
         """The first retained snapshot in or below `edge` has come: count it upwards. Whoever was alone where it joins
@@ -220,10 +224,9 @@ class Worth:
         while edge.parent is not None:
             self._core.tree.move_to_front(edge)
             parent = edge.parent
-            units = parent.units
-            parent.units = units + 1
-            if units:
-                below = units - len(parent.kept)
+            below = parent.kbelow
+            parent.kbelow = below + 1
+            if below or parent.kept:
                 alone = parent.kept[-1] if not below else sole_below(edge.next) if below == 1 else None
                 if alone is not None:
                     self._dirty[alone] = None
@@ -236,14 +239,13 @@ class Worth:
         kept = edge.kept
         del kept[place_of(kept, snapshot)]
         self._dirty.pop(snapshot, None)
-        edge.units -= 1
-        if edge.units:
+        if kept or edge.kbelow:
             self._note(edge, snapshot.frontier, snapshot.frontier)
             return
-        while not edge.units and edge.parent is not None:
+        while not (edge.kept or edge.kbelow) and edge.parent is not None:
             self._core.tree.move_to_back(edge)
             edge = edge.parent
-            edge.units -= 1
+            edge.kbelow -= 1
         self._note(edge, *NOTHING)  # whoever is left may be alone there now
 
     def _note(self, edge: Edge, least: int, greatest: int) -> None:
@@ -253,8 +255,10 @@ class Worth:
             return
         before = self._changed.get(edge)
         if before is not None:
-            least = min(least, before[0])
-            greatest = max(greatest, before[1])
+            if before[0] < least:
+                least = before[0]
+            if before[1] > greatest:
+                greatest = before[1]
         self._changed[edge] = least, greatest
 
     def _mark_below(self, edge: Edge, least: int, greatest: int) -> None:
@@ -316,6 +320,13 @@ class Worth:
         size = max(1, geometry.image_bytes + blocks * geometry.block_bytes)
         saved = cost.saved_seconds(above, frontier - above) - cost.restore_seconds(geometry.image_bytes)
         return self._core.inflation + max(0.0, saved) / size
+
+
+def _none_left(edge: Edge) -> None:
+    """The last snapshot of `edge` has gone: count that upwards."""
+    while not (edge.snaps or edge.sbelow) and edge.parent is not None:
+        edge = edge.parent
+        edge.sbelow -= 1
 
 
 def _note_lost(edge: Edge, depth: int) -> None:
