@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -106,6 +107,25 @@ def test_equally_cheap_candidates_tie_to_fewer_bytes_and_then_to_the_deeper() ->
     assert ranked(source(640, 320), source(320, 0)) == [320, 640, 0]
     free = CostModel(token_seconds=0.0, chunk_seconds=1.0, chunk_tokens=600)
     assert [c.frontier if c else 0 for c in rank_candidates([source(512), source(640)], 1000, free)] == [640, 512, 0]
+
+
+def test_the_first_one_is_the_cheapest_of_all() -> None:
+    seed = 11
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(2000):
+        cost = CostModel(
+            chunk_seconds=rng.choice([0.0, 7.0]),
+            chunk_tokens=rng.choice([1, 4]),
+            token_seconds=rng.choice([0.0, 1.0]),
+            pair_seconds=rng.choice([0.0, 0.5]),
+            bytes_per_second=1.0,
+            batch_seconds=rng.choice([0.0, 2.0]),
+        )
+        places = [source(frontier, rng.choice([0, 0, 5, 20, 60])) for frontier in rng.sample(range(1, 12), 6)]
+        best = min(places, key=lambda p: (resume_seconds(p, 12, cost), p.restore_bytes, -p.frontier))
+        wanted = best if resume_seconds(best, 12, cost) < resume_seconds(None, 12, cost) else None
+        assert rank_candidates(places, 12, cost)[0] == wanted
 
 
 def test_what_is_still_filling_is_left_out() -> None:

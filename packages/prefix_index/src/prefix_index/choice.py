@@ -46,7 +46,11 @@ def rank_candidates(candidates: Iterable[S], num_tokens: int, cost: CostModel) -
     choice: S | None = None
     best = resume_seconds(None, num_tokens, cost)
     for candidate in usable:
-        seconds = resume_seconds(candidate, num_tokens, cost)
+        frontier = candidate.frontier
+        seconds = cost.prefill_seconds(frontier, num_tokens - frontier)
+        if seconds > best:
+            break  # a shallower one computes more still
+        seconds += cost.restore_seconds(candidate.restore_bytes)
         tie = choice is not None and seconds == best and candidate.restore_bytes < choice.restore_bytes
         if seconds < best or tie:
             choice, best = candidate, seconds

@@ -134,6 +134,10 @@ class Core:
         self.tickets: dict[Ticket, None] = {}  # fills in flight, oldest first
         self.pinned_blocks = self.pinned_tails = 0  # device copies only
 
+    @property
+    def evictable_device_pages(self) -> int:
+        return self.device_blocks + self.device_tails - self.pinned_blocks - self.pinned_tails
+
     def tick(self) -> int:
         self.clock += 1
         return self.clock

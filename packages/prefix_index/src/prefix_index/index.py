@@ -95,6 +95,11 @@ class PrefixIndex:
         """Moves when something a match can name is lost or renumbered; never on insert, landing or pin."""
         return self._core.epoch
 
+    @property
+    def evictable_device_pages(self) -> int:
+        """Pages of each pool that `evict_device` could give up now. O(1)."""
+        return self._core.evictable_device_pages
+
     def holds(self, namespace: bytes) -> bool:
         """Whether anything at all is cached in a namespace. O(1)."""
         root = self._core.tree.roots.get(namespace)

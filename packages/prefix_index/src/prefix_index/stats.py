@@ -65,7 +65,7 @@ def gather(core: Core, counts: Counters) -> Stats:
         namespaces=len(core.tree.roots),
         device_blocks=core.device_blocks,
         device_tails=core.device_tails,
-        evictable_device_pages=core.device_blocks + core.device_tails - core.pinned_blocks - core.pinned_tails,
+        evictable_device_pages=core.evictable_device_pages,
         host_blocks=core.host_blocks,
         inflation=core.inflation,
         blocks_inserted=core.inserted,

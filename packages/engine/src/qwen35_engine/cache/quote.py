@@ -67,7 +67,7 @@ class Quoter:
         planned = plan_admission(
             (ROOT if match is None else self._index.demand(match, source) for source in sources),
             [PoolState(total=pages.capacity, free=len(pages), entitlement=blocks)],
-            self._index.stats().evictable_device_pages,
+            self._index.evictable_device_pages,
         )
         if planned.source is None:
             return AdmissionQuote(planned.readiness, blocks, match, None)

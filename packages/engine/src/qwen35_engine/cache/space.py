@@ -30,7 +30,7 @@ class Space:
 
     def page_room(self) -> int:
         """Pages that are free or can be made free."""
-        return len(self.pages) + self._index.stats().evictable_device_pages
+        return len(self.pages) + self._index.evictable_device_pages
 
     def take_pages(self, count: int) -> list[int]:
         """Take pages; the caller has checked ``page_room``."""
