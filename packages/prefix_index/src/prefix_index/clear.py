@@ -15,21 +15,14 @@ def clear_namespace(core: Core, root: Root, given: Given) -> None:
         while child is not None:
             edges.append(child)
             child = child.next
-    pools = core.geometry.num_pools
     for edge in reversed(edges):
         core.worth.drop_below(edge, edge.start - 1, given)
         if edge is root:
             break
-        for i in range(len(edge.pages) - pools, -1, -pools):
-            given.pages.append(core.device.as_pages(tuple(edge.pages[i : i + pools])))
-        given.slabs.extend(reversed(edge.slabs))
-        core.device_blocks -= edge.dev
-        core.host_blocks -= edge.host
-        parent = edge.parent
-        assert parent is not None
-        parent.below -= bool(edge.dev)
-        parent.hbelow -= bool(edge.host)
-        edge.dev = edge.host = 0
+        if edge.dev:
+            core.device.take_pages(edge, edge.dev, given)
+        if edge.host:
+            core.host.take_slabs(edge, edge.host, given)
         core.tree.truncate(edge, 0)
         core.forget(edge)
     core.tree.forget_if_empty(root)

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from prefix_index.core import Core, Given
 from prefix_index.nodes import DEVICE_TAIL, HOST, Edge, Snapshot, pinned_end, stamped
 from prefix_index.order import LazyHeap
-from prefix_index.values import Pages, Tier
+from prefix_index.values import Tier
 
 UNBACKED = 1 << 62  # added to a tick: unbacked leaves come after every backed one
 
@@ -30,13 +30,13 @@ class DeviceOrder:
 
     def offer(self, edge: Edge) -> None:
         """Queue `edge` if its deepest device block may go now."""
-        key = _key(edge)
+        key = _edge_key(edge)
         if key is not None:
             edge.queued = self._heap.renew(edge.queued, key, edge)
 
     def offer_tail(self, snapshot: Snapshot) -> None:
         """Queue the device copy of a snapshot's tail if it may go now."""
-        key = _key(snapshot)
+        key = _tail_key(snapshot)
         if key is not None:
             snapshot.tail_queued = self._heap.renew(snapshot.tail_queued, key, snapshot)
 
@@ -130,7 +130,8 @@ class DeviceOrder:
         assert snapshot.tail_pages is not None
         assert edge is not None
         assert edge.tails is not None
-        given.pages.append(self.as_pages(snapshot.tail_pages))
+        pages = snapshot.tail_pages
+        given.pages.append(pages[0] if len(pages) == 1 else pages)
         snapshot.tail_pages = None
         core.device_tails -= 1
         core.epoch += 1
@@ -139,28 +140,31 @@ class DeviceOrder:
         else:
             del edge.tails[bisect_left(edge.tails, snapshot.at)]
 
-    def as_pages(self, pages: tuple[int, ...]) -> Pages:
-        return pages[0] if self._core.geometry.num_pools == 1 else pages
-
     def in_order(self) -> list[Edge | Snapshot]:
         """Present leaves, next victim first. For checks and digests."""
         return self._heap.in_order()
 
 
 def _key(item: Edge | Snapshot) -> int | None:
-    if isinstance(item, Edge):
-        dev = item.dev
-        if not dev or item.below:
-            return None
-        end = item.start + dev
-        tails = item.tails
-        if (tails is not None and tails[-1] == end) or (item.pins and pinned_end(item) >= end):
-            return None
-        tick = item.tick if item.older is None and item.upto >= end else stamped(item, end)[0]
-        return tick if item.host >= dev else tick + UNBACKED
-    if item.tail_pages is not None and not item.pins:
-        return item.tick if item.where & HOST else item.tick + UNBACKED
-    return None
+    return _edge_key(item) if isinstance(item, Edge) else _tail_key(item)
+
+
+def _edge_key(edge: Edge) -> int | None:
+    dev = edge.dev
+    if not dev or edge.below:
+        return None
+    end = edge.start + dev
+    tails = edge.tails
+    if (tails is not None and tails[-1] == end) or (edge.pins and pinned_end(edge) >= end):
+        return None
+    tick = edge.tick if edge.older is None and edge.upto >= end else stamped(edge, end)[0]
+    return tick if edge.host >= dev else tick + UNBACKED
+
+
+def _tail_key(snapshot: Snapshot) -> int | None:
+    if snapshot.tail_pages is None or snapshot.pins:
+        return None
+    return snapshot.tick if snapshot.where & HOST else snapshot.tick + UNBACKED
 
 
 def _barrier(edge: Edge, end: int) -> int:

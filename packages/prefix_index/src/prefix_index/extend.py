@@ -15,6 +15,30 @@ Range = tuple[int, int]
 
 def extend(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | None, pages: list[int]) -> Extension:
     """Commit whole blocks below the lease's depth and move its pin to their end."""
+    hold = lease._hold
+    edge = hold.edge
+    assert edge is not None
+    at = hold.depth
+    tree = core.tree
+    width = tree.scheme.block_bytes
+    count = len(tokens) // width
+    end = at + count
+    prompt = lease._prompt
+    if lease._along == at and prompt._tokens.startswith(tokens, at * width):
+        lease._along = end  # the path is still the lease's prompt, whose hashes are known
+    if at < edge.end or edge.first is not None or edge.parent is None:
+        return _merge(core, lease, tokens, extras, pages)
+    # A conversation goes on, as most do: its leaf grows, and the pin at the leaf's end with it.
+    tree.append(edge, tokens, extras, prompt._hashes[at] if at < lease._along else None, pages)
+    hold.depth = end
+    core.pinned_blocks += count
+    core.device_blocks += count
+    core.inserted += count
+    return Extension(((at, end),), (), ())
+
+
+def _merge(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | None, pages: list[int]) -> Extension:
+    """`extend` where something may be there already."""
     tree = core.tree
     width = tree.scheme.block_bytes
     pools = core.geometry.num_pools
@@ -24,8 +48,6 @@ def extend(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | No
     assert edge is not None
     at = hold.depth
     end = at + count
-    if lease._along == at and lease._prompt._tokens.startswith(tokens, at * width):
-        lease._along = end  # the path is still the lease's prompt, whose hashes are known
     reattached: list[Range] = []
     duplicate: list[Range] = []
     done = 0
@@ -65,16 +87,12 @@ def extend(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | No
             extras = extras[done:] if extras is not None and any(extras[done:]) else None
         if edge.first is None and edge.parent is not None:
             tree.append(edge, tokens, extras, lease._prompt._hashes[at] if at < lease._along else None, pages)
-            if not done:  # the hold was at the end of the edge: all that is new is pinned, and by it alone
-                hold.depth = end
-                core.pinned_blocks += inserted
         else:
             key = _key(lease, edge, at, tokens[:width], extras[0] if extras is not None else 0, tree.scheme)
             edge = tree.add_child(edge, tokens, extras, key, pages)
         core.device_blocks += inserted
         core.inserted += inserted
-    if hold.depth < end:
-        lease._hold = core.move(hold, edge, end)
+    lease._hold = core.move(hold, edge, end)
     return Extension(((at, end),) if inserted else (), tuple(reattached), tuple(duplicate))
 
 

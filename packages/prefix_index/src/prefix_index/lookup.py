@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 from prefix_index.errors import InvalidArgument
-from prefix_index.fills import Ticket
+from prefix_index.fills import Ticket, held
 from prefix_index.match import Match, Span
 from prefix_index.nodes import Edge, Root, Snapshot
 from prefix_index.prompt import BlockScheme, Prompt
@@ -64,17 +64,17 @@ def find(root: Root | None, match: Match) -> None:
             depth += same
         path.append(edge)
         node = edge
-    # The last token is always computed.
-    blocks = match._matched_blocks = min(depth, (prompt._num_tokens - 1) // scheme.block_tokens)
-    for edge in reversed(path):
-        if edge.dev:
-            match._device_blocks = min(edge.start + edge.dev, blocks)
-            break
+    blocks = (prompt._num_tokens - 1) // scheme.block_tokens  # the last token is always computed
+    if depth < blocks:
+        blocks = depth
+    match._matched_blocks = blocks
+    edge = node
+    while not edge.dev and edge.parent is not None:
+        edge = edge.parent
+    end = edge.start + edge.dev
+    match._device_blocks = end if end < blocks else blocks
     if root.hbelow:
-        for edge in reversed(path):
-            if edge.host:
-                match._host_blocks = min(edge.start + edge.host, blocks)
-                break
+        match._host_blocks = min(held(node, Tier.HOST), blocks)
     for edge in reversed(path):
         if edge.lost is not None and edge.lost[0] <= blocks:
             match._lost = edge.lost[bisect_right(edge.lost, blocks) - 1]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -21,13 +21,13 @@ class LazyHeap(Generic[T]):
     length: the items themselves answer those. Dead entries are swept once they outnumber the live.
     """
 
-    __slots__ = ("_clean", "_count", "_current", "_heap")
+    __slots__ = ("_count", "_current", "_heap", "_limit")
 
     def __init__(self, current: Callable[[T], Key | None]) -> None:
         self._current = current
         self._heap: list[Entry] = []
         self._count = 0
-        self._clean = 64
+        self._limit = 128
 
     def renew(self, entry: Entry | None, key: Key, item: T) -> Entry:
         """The live entry of `item` under `key`: `entry` where it still is that, else a new one. O(log n) amortised."""
@@ -41,8 +41,8 @@ class LazyHeap(Generic[T]):
         """The entry of an item that has none. O(log n) amortised."""
         self._count += 1
         made: Entry = [key, self._count, item]
-        heapq.heappush(self._heap, made)
-        if len(self._heap) > 2 * self._clean:
+        heappush(self._heap, made)
+        if len(self._heap) > self._limit:
             self._sweep()
         return made
 
@@ -57,7 +57,7 @@ class LazyHeap(Generic[T]):
                 if current(item) == entry[0]:
                     return item
                 entry[2] = None
-            heapq.heappop(heap)
+            heappop(heap)
         return None
 
     def in_order(self) -> list[T]:
@@ -73,9 +73,9 @@ class LazyHeap(Generic[T]):
                     kept.append(entry)
                 else:
                     entry[2] = None
-        heapq.heapify(kept)
+        heapify(kept)
         self._heap = kept
-        self._clean = max(64, len(kept))
+        self._limit = 2 * max(64, len(kept))
 
 
 def kill(entry: Entry | None) -> None:

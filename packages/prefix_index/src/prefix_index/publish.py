@@ -28,10 +28,11 @@ def publish(
 ) -> tuple[Snapshot, bool]:
     """The snapshot at `frontier` and whether it is new; an equal one is refreshed, and retained again if superseded."""
     depth = _checked_depth(core, lease, frontier, slot, tail, pages)
-    edge, below = anchor(lease._hold, depth)
+    hold = lease._hold
+    edge, below = anchor(hold, depth)
     extra = 0
     if tail:
-        if depth < lease._hold.depth and not starts_with(edge, core.tree.scheme, depth, below, tail):
+        if depth < hold.depth and not starts_with(edge, core.tree.scheme, depth, below, tail):
             raise InvalidArgument(f"publish: the tail must repeat the committed block {depth}, got other tokens")
         if lease._prompt._extras.pairs:
             extra = lease._prompt._extras.at(frontier)

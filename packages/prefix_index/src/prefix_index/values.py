@@ -6,7 +6,7 @@ import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from prefix_index.errors import InvalidArgument
 
@@ -86,12 +86,12 @@ def page_list(op: str, pages: Sequence[Pages], num_pools: int, num_blocks: int) 
     flat: list[int] = []
     try:
         if num_pools == 1:
-            flat += cast("Sequence[int]", pages)
+            flat += pages  # type: ignore[arg-type]
         else:
-            for entry in cast("Sequence[tuple[int, ...]]", pages):
-                if len(entry) != num_pools:
+            for entry in pages:
+                if len(entry) != num_pools:  # type: ignore[arg-type]
                     raise InvalidArgument(f"{op}: a block needs one page per pool, {num_pools}, got {entry!r}")
-                flat += entry
+                flat += entry  # type: ignore[arg-type]
         array("Q", flat)
     except (TypeError, OverflowError) as error:
         raise InvalidArgument(
