@@ -171,10 +171,10 @@ def bench_insert(runs: int, report: dict[str, object]) -> None:
     tokens = numbers.tokens(232_000)
     index = a_path(numbers, tokens, 20_000, 5_300)
 
-    def prepare() -> tuple[Lease, bytes, range]:
+    def prepare() -> tuple[Lease, bytes, list[int]]:
         match = index.match(index.prepare(tokens + b"\0\0\0\0"))
         lease = index.acquire(match, match.best)
-        return lease, numbers.tokens(8_192), numbers.pages(128)
+        return lease, numbers.tokens(8_192), list(numbers.pages(128))
 
     times = []
     for _ in range(max(runs, 40)):

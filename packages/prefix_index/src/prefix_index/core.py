@@ -291,7 +291,7 @@ class Core:
             shields.append((hold, snapshot))
         return shields
 
-    def unshield(self, shields: list[tuple[Hold, Snapshot]]) -> None:
+    def unshield(self, shields: Sequence[tuple[Hold, Snapshot]]) -> None:
         for hold, snapshot in reversed(shields):
             self.unpin_snapshot(snapshot)
             self.unpin(hold)
@@ -300,7 +300,8 @@ class Core:
         """Make the path to block `depth`, which lies in `edge`, the most recently released. O(edges)."""
         above = edge.parent
         while above is not None:
-            if edge.upto == depth and edge.older is None:  # as when it was last released
+            if edge.older is None and edge.upto <= depth:  # nothing of it was released from further down
+                edge.upto = depth
                 edge.tick = tick
             else:
                 stamp(edge, depth, tick)

@@ -7,27 +7,27 @@ from prefix_index.lease import Lease
 from prefix_index.nodes import Edge
 from prefix_index.prompt import BlockScheme
 from prefix_index.runs import agreement, hash_before
-from prefix_index.tree import common_extras
+from prefix_index.tree import common_extras, twin_with
 from prefix_index.values import Extension
 
 Range = tuple[int, int]
 
 
-def extend(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | None, pages: list[int]) -> Extension:
-    """Commit whole blocks below the lease's depth and move its pin to their end."""
+def extend(
+    core: Core, lease: Lease, tokens: bytes, count: int, extras: tuple[int, ...] | None, pages: list[int]
+) -> Extension:
+    """Commit `count` whole blocks below the lease's depth and move its pin to their end."""
     hold = lease._hold
     edge = hold.edge
     assert edge is not None
     at = hold.depth
-    tree = core.tree
-    width = tree.scheme.block_bytes
-    count = len(tokens) // width
     end = at + count
+    tree = core.tree
     prompt = lease._prompt
-    if lease._along == at and prompt._tokens.startswith(tokens, at * width):
+    if lease._along == at and prompt._tokens.startswith(tokens, at * tree.scheme.block_bytes):
         lease._along = end  # the path is still the lease's prompt, whose hashes are known
     if at < edge.end or edge.first is not None or edge.parent is None:
-        return _merge(core, lease, tokens, extras, pages)
+        return _merge(core, lease, tokens, count, extras, pages)
     # A conversation goes on, as most do: its leaf grows, and the pin at the leaf's end with it.
     tree.append(edge, tokens, extras, prompt._hashes[at] if at < lease._along else None, pages)
     hold.depth = end
@@ -37,12 +37,13 @@ def extend(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | No
     return Extension(((at, end),), (), ())
 
 
-def _merge(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | None, pages: list[int]) -> Extension:
+def _merge(
+    core: Core, lease: Lease, tokens: bytes, count: int, extras: tuple[int, ...] | None, pages: list[int]
+) -> Extension:
     """`extend` where something may be there already."""
     tree = core.tree
     width = tree.scheme.block_bytes
     pools = core.geometry.num_pools
-    count = len(tokens) // width
     hold = lease._hold
     edge = hold.edge
     assert edge is not None
@@ -69,14 +70,15 @@ def _merge(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | No
             if done < count and at < edge.end:
                 edge = core.split(edge, at)
             continue
-        child = None
-        key = 0
-        if edge.first is not None:
+        child = edge.first
+        key = None
+        if child is not None:
             extra = extras[done] if extras is not None else 0
             block = tokens[done * width : (done + 1) * width]
             if edge.branch is not None:
                 key = _key(lease, edge, at, block, extra, tree.scheme)
-            child = tree.find_child(edge, key, block, extra)
+                child = edge.branch.get(key)
+            child = twin_with(child, block, extra)
         if child is None:
             break
         edge = child
@@ -88,7 +90,8 @@ def _merge(core: Core, lease: Lease, tokens: bytes, extras: tuple[int, ...] | No
         if edge.first is None and edge.parent is not None:
             tree.append(edge, tokens, extras, lease._prompt._hashes[at] if at < lease._along else None, pages)
         else:
-            key = _key(lease, edge, at, tokens[:width], extras[0] if extras is not None else 0, tree.scheme)
+            if key is None:
+                key = _key(lease, edge, at, tokens[:width], extras[0] if extras is not None else 0, tree.scheme)
             edge = tree.add_child(edge, tokens, extras, key, pages)
         core.device_blocks += inserted
         core.inserted += inserted

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from prefix_index import check as _check
 from prefix_index import digest as _digest
 from prefix_index.capacity import ROOT, Demand
-from prefix_index.clear import clear_namespace
+from prefix_index.clear import clear
 from prefix_index.core import Core, Geometry, Given
 from prefix_index.cost import CostModel
 from prefix_index.device import DeviceOrder
@@ -175,12 +175,11 @@ class PrefixIndex:
         """
         edge = self._guard.change("extend", lease)
         data = tokens if isinstance(tokens, bytes) else token_bytes("extend", tokens)
-        width = self._scheme.block_bytes
-        if len(data) % width:
+        num_blocks, rest = divmod(len(data), self._scheme.block_bytes)
+        if rest:
             raise InvalidArgument(
                 f"extend: tokens must fill blocks of {self.block_tokens}, got {len(data) // 4} tokens"
             )
-        num_blocks = len(data) // width
         flat = page_list("extend", pages, self._geometry.num_pools, num_blocks)
         depth = lease._hold.depth
         if edge.start + edge.dev < depth:
@@ -195,7 +194,7 @@ class PrefixIndex:
         if not lease._activated:
             activate(self._core, lease)
         core = self._core
-        done = _extend(core, lease, data, extras, flat)
+        done = _extend(core, lease, data, num_blocks, extras, flat)
         if not core.feed.silent:
             for first, end in sorted((*done.inserted, *done.reattached)):
                 tell_stored(core, lease, first, end)
@@ -339,9 +338,10 @@ class PrefixIndex:
             raise InvalidArgument(f"evict_device: num_blocks must not be negative, got {num_blocks!r}")
         core = self._core
         given = Given()
-        shields = core.shield([self._guard.snapshot("evict_device", handle) for handle in protect])
+        shields = core.shield([self._guard.snapshot("evict_device", handle) for handle in protect]) if protect else ()
         self._counts.device_evictions += core.device.evict(num_blocks, given, backed_only)
-        self._core.unshield(shields)
+        if shields:
+            core.unshield(shields)
         return given.freeze()
 
     def evict_host(self, num_slabs: int, protect: Iterable[SnapshotHandle] = (), claim: float = math.inf) -> Freed:
@@ -374,17 +374,7 @@ class PrefixIndex:
     def clear(self, namespace: bytes | None = None) -> Freed:
         """Forget a namespace, or everything. Refused while a lease or a fill pins any of it."""
         self._guard.enter("clear")
-        core = self._core
-        roots = list(core.tree.roots.values()) if namespace is None else [core.tree.roots.get(namespace)]
-        chosen = [root for root in roots if root is not None]
-        for root in chosen:
-            if root.pins:
-                raise WrongState(f"clear: no lease may be open in namespace {root.namespace!r}, got {root.pins} pins")
-        given = Given()
-        for root in chosen:
-            clear_namespace(core, root, given)
-        core.epoch += 1
-        return given.freeze()
+        return clear(self._core, namespace).freeze()
 
     def export(self) -> HostTables:
         """The Host-resident part as plain tables: retained snapshots whose path is on the Host, and those paths."""

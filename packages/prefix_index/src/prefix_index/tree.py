@@ -23,6 +23,15 @@ def common_extras(
     return limit
 
 
+def twin_with(edge: Edge | None, block: bytes, extra: int) -> Edge | None:
+    """Among `edge` and those after it with an equal key, the one that begins with this block."""
+    while edge is not None:
+        if edge.head.startswith(block) and (edge.extras[0] if edge.extras else 0) == extra:
+            return edge
+        edge = edge.twin
+    return None
+
+
 class Tree:
     """The namespaces' roots and the edges below them."""
 
@@ -41,17 +50,6 @@ class Tree:
         if root is None:
             root = self.roots[namespace] = Root(namespace, namespace_hash(namespace))
         return root
-
-    def find_child(self, edge: Edge, key: int, block: bytes, extra: int) -> Edge | None:
-        """The child of `edge` that begins with this block. The key, its hash, only narrows, and only at a branch."""
-        child = edge.first
-        if edge.branch is not None:
-            child = edge.branch.get(key)
-        while child is not None:
-            if child.head.startswith(block) and (child.extras[0] if child.extras else 0) == extra:
-                return child
-            child = child.twin
-        return None
 
     def add_child(
         self, parent: Edge, tokens: bytes, extras: tuple[int, ...] | None, key: int, pages: list[int]
