@@ -91,8 +91,9 @@ class GuardedMemory:
             self._check_oldest()
         return inside.view(dtype).view(shape)
 
-    def empty_like(self, x: Tensor) -> Tensor:
+    def empty_like(self, x: Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
         """In place of `torch.empty_like`."""
+        assert memory_format is torch.contiguous_format
         return self.empty(x.shape, dtype=x.dtype, device=x.device)
 
     def check(self) -> None:

@@ -18,11 +18,13 @@ from qwen35_kernels import (
     PageLayout,
     Workspace,
     attention_gate,
+    attention_tiles,
     merge_attention_states,
     paged_attention_decode,
     paged_attention_prefill,
     reference,
 )
+from qwen35_kernels.dispatch import triton_for
 
 PROFILES = list(KVProfile)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -154,6 +156,44 @@ def test_two_sequences_may_share_pages_and_do_not_depend_on_the_batch(
             **arguments,
         )
         assert_same_bits(part, chunked[cu[i] : cu[i + 1]], f"sequence {i}")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2, 3, 8])
+def test_keys_read_where_they_lie_give_the_bits_of_gathered_ones(
+    groups: int, threads: int, set_threads, monkeypatch
+) -> None:
+    set_threads(threads)
+    lengths = [1000, 700]
+    layout, guarded, tables, rng = fill(61, lengths)
+    if triton_for(guarded.arena) is not None:
+        pytest.skip("the kernels gather nothing")
+    # The first sequence moves to pages close to each other, backwards, with a foreign one (NaN) among them.
+    close = torch.tensor([page for page in range(17, 0, -1) if page != 9])
+    far = torch.tensor([18, *range(20, 26), *range(27, 30), 40])
+    arena = nan_arena(layout, 41).arena
+    arena[close], arena[far] = guarded.arena[tables[0]], guarded.arena[tables[1, :11]]
+    tables = torch.stack([close, torch.nn.functional.pad(far, (0, 5))])
+    q = torch.randn(2, 2 * groups, 64, generator=rng)
+    arguments = {"arena": arena, "layout": layout, "layer": 1}
+    gathered = []
+    plain = attention_tiles.LayerPages.keys
+    monkeypatch.setattr(
+        attention_tiles.LayerPages, "keys", lambda self, pages: (gathered.append(len(pages)), plain(self, pages))[1]
+    )
+    alone = paged_attention_decode(
+        q=q[:1],
+        block_tables=tables[:1],
+        lengths=torch.tensor(lengths[:1]),
+        lse=(lse := torch.empty(1, len(q[0]))),
+        **arguments,
+    )
+    assert gathered == []
+    both_lse = torch.empty(2, 2 * groups)
+    both = paged_attention_decode(q=q, block_tables=tables, lengths=torch.tensor(lengths), lse=both_lse, **arguments)
+    assert sum(gathered) == 27
+    assert_same_bits(alone, both[:1])
+    assert_same_bits(lse, both_lse[:1])
 
 
 def test_merging_partitions_of_the_keys_equals_attention_over_all() -> None:

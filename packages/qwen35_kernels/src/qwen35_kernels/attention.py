@@ -1,7 +1,7 @@
 """Attention over pages: many queries (prefill), one query a lane (decode), and the output gate.
 
 o = softmax(q k^T * D**-0.5) v over the keys a query may see, in fp32. Query heads are grouped: H // HKV
-consecutive ones share a KV head. Only pages named by a block table are read, and of a partial page only its
+consecutive ones share a KV head. Only pages named by a block table count, and of a partial page only its
 valid rows: whatever lies in the others, NaN included, has no effect.
 
 A sequence is computed by itself, page by page or tile by tile in an order that its own length fixes, so
@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from qwen35_kernels.attention_tiles import LayerPages, attend_chunk, attend_lanes
+from qwen35_kernels.attention_tiles import LayerPages, TokenPages, attend_chunk, attend_lanes
 from qwen35_kernels.contracts import (
     FLOAT_DTYPES,
     check_device,
@@ -68,17 +68,18 @@ def _check(op: str, q: Tensor, arena: Tensor, layout: PageLayout, block_tables: 
     check_device(op, "block_tables", block_tables, arena.device)
 
 
-def _pages_of(op: str, table: Tensor, length: int, num_pages: int) -> Tensor:
+def _pages_of(op: str, table: Tensor, length: int, num_pages: int) -> TokenPages:
     """The pages that hold `length` tokens, checked: inside the arena, and none of them scratch."""
     blocks = -(-length // BLOCK_TOKENS)
     if blocks > table.shape[0]:
         refuse(op, f"block_tables must cover {length} tokens", table.shape[0] * BLOCK_TOKENS)
     pages = table[:blocks]
-    if blocks and pages.device.type == "cpu":
-        low, high = smallest_and_largest(pages)
-        if low < 1 or high >= num_pages:
-            refuse(op, f"pages must lie in [1, {num_pages}) (page 0 is scratch)", low if low < 1 else high)
-    return pages
+    if blocks == 0 or pages.device.type != "cpu":
+        return TokenPages(pages, None)
+    low, high = smallest_and_largest(pages)
+    if low < 1 or high >= num_pages:
+        refuse(op, f"pages must lie in [1, {num_pages}) (page 0 is scratch)", low if low < 1 else high)
+    return TokenPages(pages, range(low, high + 1))
 
 
 def _check_lse(op: str, lse: Tensor | None, q: Tensor) -> None:
@@ -142,7 +143,7 @@ def paged_attention_prefill(
     for i in range(num):
         if lengths[i]:
             window = slice(cu_seqlens[i], cu_seqlens[i + 1])
-            attend_chunk(q[window], cache, pages[i], bases[i], o[window], None if lse is None else lse[window])
+            attend_chunk(q[window], cache, pages[i].numbers, bases[i], o[window], None if lse is None else lse[window])
     return o
 
 
@@ -191,7 +192,7 @@ def paged_attention_decode(
                 lse=lse,
             ),
         )
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
     if lanes:
         attend_lanes(q, LayerPages(arena, layout, layer, workspace or Workspace()), tables, counts, o, lse)
     return o

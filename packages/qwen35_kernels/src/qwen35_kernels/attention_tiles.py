@@ -6,23 +6,37 @@ sequence's own positions.
 
 import functools
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qwen35_kernels.contracts import as_float32
 from qwen35_kernels.elementwise import LOG2_E, exp2_
-from qwen35_kernels.layout import BLOCK_TOKENS, PageLayout, PlaneFormat
+from qwen35_kernels.layout import BLOCK_TOKENS, PageLayout, Plane
 from qwen35_kernels.quantisation import dequantise_rows
 from qwen35_kernels.workspace import Workspace
 
-__all__ = ["LayerPages", "attend_chunk", "attend_lanes"]
+__all__ = ["LayerPages", "TokenPages", "attend_chunk", "attend_lanes"]
 
 # Keys handled at once in prefill, and rows of scores (queries times heads).
 _KEYS_PER_TILE = 1024
 _ROWS_PER_TILE = 1024
 # Bytes of float32 keys or values gathered at once in decode.
-_DECODE_BYTES = 1 << 21
+_DECODE_BYTES = 1 << 22
+# Keys of a lane are read where they lie if they have so many bytes, and so few foreign pages among them.
+_IN_PLACE_BYTES = 1 << 18
+_FOREIGN_PAGES = 0.25
+
+
+@dataclass(frozen=True)
+class TokenPages:
+    """The pages of one sequence's tokens in their order, and the span of numbers from the smallest to the largest
+    (None on a device that would stall for it)."""
+
+    numbers: Tensor
+    span: range | None
 
 
 class LayerPages:
@@ -31,25 +45,33 @@ class LayerPages:
     def __init__(self, arena: Tensor, layout: PageLayout, layer: int, workspace: Workspace) -> None:
         self.heads, self.dim = layout.num_kv_heads, layout.head_dim
         self.workspace = workspace
-        self._planes = (
-            (layout.k(arena, layer), layout.k_scales(arena, layer), layout.k_format),
-            (layout.v(arena, layer), layout.v_scales(arena, layer), layout.v_format),
-        )
+        self._k, self._v = layout.planes(arena, layer)
 
     def scratch(self, name: str, *shape: int) -> Tensor:
-        return self.workspace.take(name, shape, dtype=torch.float32, device=self._planes[0][0].device)
+        return self.workspace.take(name, shape, dtype=torch.float32, device=self._k.values.device)
 
     def keys(self, pages: Tensor) -> Tensor:
         """Keys [pages, HKV, 64, D], in scratch memory."""
-        return self._gather_plane("k", self._planes[0], pages, head_major=False)
+        return self._gather_plane("k", self._k, pages, head_major=False)
+
+    def lies_close(self, pages: TokenPages) -> bool:
+        """Whether `keys_in_place` of these pages is worth more than `keys`."""
+        return (
+            pages.span is not None
+            and self._k.scales is None
+            and self._k.values.dtype == torch.float32
+            and len(pages.numbers) * self.heads * BLOCK_TOKENS * self.dim * 4 >= _IN_PLACE_BYTES
+            and len(pages.span) <= (1.0 + _FOREIGN_PAGES) * len(pages.numbers)
+        )
+
+    def keys_in_place(self, span: range) -> Tensor:
+        """Keys [len(span), HKV, 64, D] of float32 pages with neighbouring numbers, where they lie."""
+        return self._k.values[span.start : span.stop]
 
     def keys_and_values(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [HKV, pages, 64, D], in scratch memory."""
-        k, v = (
-            self._gather_plane(name, plane, pages, head_major=True)
-            for name, plane in zip("kv", self._planes, strict=True)
-        )
-        return k, v
+        k = self._gather_plane("k", self._k, pages, head_major=True)
+        return k, self._gather_plane("v", self._v, pages, head_major=True)
 
     @property
     def pages_at_once(self) -> int:
@@ -61,28 +83,38 @@ class LayerPages:
 
         Of a page i with (i, used) in `partial` only the first `used` rows are read; the other weights are 0.
         """
-        view, scales, _ = self._planes[1]
-        if scales is None and view.dtype == torch.float32 and view.stride(0) % self.dim == 0:
-            return _sum_rows(weights, view, pages, partial)
+        v = self._v.values
+        if self._v.scales is None and v.dtype == torch.float32 and v.stride(0) % self.dim == 0:
+            return self._sum_rows(weights, v, pages, partial)
         sums = []
         for begin in range(0, len(pages), self.pages_at_once):
-            v = self._gather_plane("v", self._planes[1], pages[begin : begin + self.pages_at_once], head_major=False)
+            v = self._gather_plane("v", self._v, pages[begin : begin + self.pages_at_once], head_major=False)
             inside = [(page - begin, used) for page, used in partial if begin <= page < begin + len(v)]
-            sums.append(_sum_rows(weights[begin : begin + len(v)], v, torch.arange(len(v), device=v.device), inside))
+            numbers = torch.arange(len(v), device=v.device)
+            sums.append(self._sum_rows(weights[begin : begin + len(v)], v, numbers, inside))
         return torch.cat(sums)
 
-    def _gather_plane(
-        self,
-        name: str,
-        plane: tuple[Tensor, Tensor | None, PlaneFormat],
-        pages: Tensor,
-        head_major: bool,
-    ) -> Tensor:
-        view, scales, rows = plane
-        values = self._gather_view(name, view, pages, head_major)
-        if scales is None:
-            return values.float()
-        return dequantise_rows(values, self._gather_view(name + "s", scales, pages, head_major), rows)
+    def _sum_rows(self, weights: Tensor, v: Tensor, pages: Tensor, partial: list[tuple[int, int]]) -> Tensor:
+        """`sum_values` over float32 values v [P, HKV, 64, D] whose pages are whole rows apart."""
+        # Read where they lie: the table starts at the plane's first row and has one every D floats.
+        pitch = v.stride(0) // self.dim
+        rows = pitch * (v.shape[0] - 1) + self.heads * BLOCK_TOKENS
+        table = v.as_strided((rows, self.dim), (self.dim, 1))
+        index = self.workspace.take("rows", tuple(weights.shape), dtype=torch.int64, device=v.device)
+        own = _rows_of_heads(self.heads, weights.shape[1], v.device)
+        torch.add(own, pages.view(-1, 1, 1), alpha=pitch, out=index)
+        for page, used in partial:
+            index[page, :, used:] = index[page, :, :1]
+        bags = _rows_apart(weights.shape[0] * weights.shape[1], v.device)
+        summed = torch.embedding_bag(table, index.view(-1), bags, False, 0, False, weights.view(-1))[0]
+        return summed.view(*weights.shape[:2], self.dim)
+
+    def _gather_plane(self, name: str, plane: Plane, pages: Tensor, head_major: bool) -> Tensor:
+        values = self._gather_view(name, plane.values, pages, head_major)
+        if plane.scales is None:
+            return as_float32(values)
+        scales = self._gather_view(name + "s", plane.scales, pages, head_major)
+        return dequantise_rows(values, scales, plane.rows)
 
     def _gather_view(self, name: str, view: Tensor, pages: Tensor, head_major: bool) -> Tensor:
         # Indexed copies do not exist for every float8 dtype: those travel as bytes.
@@ -101,26 +133,18 @@ class LayerPages:
 
 @functools.cache
 def _rows_of_heads(kv_heads: int, heads: int, device: torch.device) -> Tensor:
-    """The rows [H, 64] of a page that each query head reads, counted from the page's first."""
+    """The rows [1, H, 64] of a page that each query head reads, counted from the page's first."""
     # Made once, hence outside inference mode.
     with torch.inference_mode(False):
-        rows = torch.arange(kv_heads * BLOCK_TOKENS, device=device).view(kv_heads, BLOCK_TOKENS)
-        return rows.repeat_interleave(heads // kv_heads, 0)
+        rows = torch.arange(kv_heads * BLOCK_TOKENS, device=device).view(1, kv_heads, 1, BLOCK_TOKENS)
+        return rows.expand(-1, -1, heads // kv_heads, -1).reshape(1, heads, BLOCK_TOKENS)
 
 
-def _sum_rows(weights: Tensor, v: Tensor, pages: Tensor, partial: list[tuple[int, int]]) -> Tensor:
-    """`LayerPages.sum_values` over float32 values v [P, HKV, 64, D] whose pages are whole rows apart."""
-    num, heads = weights.shape[:2]
-    kv_heads, dim = v.shape[1], v.shape[3]
-    # Read where they lie: the table starts at the plane's first row and has one every D floats.
-    rows = v.stride(0) * (v.shape[0] - 1) // dim + kv_heads * BLOCK_TOKENS
-    table = v.as_strided((rows, dim), (dim, 1))
-    index = (pages * (v.stride(0) // dim)).view(-1, 1, 1) + _rows_of_heads(kv_heads, heads, v.device)
-    for page, used in partial:
-        index[page, :, used:] = index[page, :, :1]
-    bags = torch.arange(0, index.numel(), BLOCK_TOKENS, device=v.device)
-    summed = torch.embedding_bag(table, index.view(-1), bags, False, 0, False, weights.reshape(-1))[0]
-    return summed.view(num, heads, dim)
+@functools.lru_cache(maxsize=64)
+def _rows_apart(num: int, device: torch.device) -> Tensor:
+    """0, 64, 128 ...: where each of `num` bags of rows begins."""
+    with torch.inference_mode(False):
+        return torch.arange(0, num * BLOCK_TOKENS, BLOCK_TOKENS, device=device)
 
 
 def attend_chunk(q: Tensor, cache: LayerPages, pages: Tensor, base: int, o: Tensor, lse: Tensor | None) -> None:
@@ -185,46 +209,74 @@ def _mask(scores: Tensor, first_key: int, first_query: int, groups: int) -> None
 
 
 def attend_lanes(
-    q: Tensor, cache: LayerPages, tables: list[Tensor], counts: list[int], o: Tensor, lse: Tensor | None
+    q: Tensor, cache: LayerPages, tables: Sequence[TokenPages], counts: Sequence[int], o: Tensor, lse: Tensor | None
 ) -> None:
     """One query a lane, q [B, H, D], over the first counts[b] keys of the pages in tables[b].
 
     Every page by itself first: its softmax, the log of its sum, its weighted sum of values. Then the pages of each
     lane are merged.
     """
-    sizes = [len(table) for table in tables]
-    pages = tables[0] if len(tables) == 1 else torch.cat(tables)
+    sizes = [len(table.numbers) for table in tables]
+    pages = tables[0].numbers if len(tables) == 1 else torch.cat([table.numbers for table in tables])
     # The last page of a lane where not all its rows hold keys, and how many do.
     ends = zip(itertools.accumulate(sizes), counts, strict=True)
     partial = [(end - 1, count % BLOCK_TOKENS) for end, count in ends if count % BLOCK_TOKENS]
-    scores = _scores(q, cache, pages, sizes)
+    in_place = all(cache.lies_close(table) for table in tables)
+    scores = _scores_in_place(q, cache, tables) if in_place else _scores_gathered(q, cache, pages, sizes)
     for page, used in partial:
         scores[page, :, used:] = float("-inf")
     weights = scores.softmax(-1)
     # The largest weight of a softmax is exp(0) / sum: that is where its sum can be read.
     sums = scores.amax(-1, keepdim=True).sub_(weights.amax(-1, keepdim=True).log_())
     mixed = cache.sum_values(weights, pages, partial)
-    begin = 0
-    for b, size in enumerate(sizes):
-        own, own_sums = mixed[begin : begin + size], sums[begin : begin + size]
-        torch.sum(own.mul_(own_sums.softmax(0)), 0, out=o[b])
+    merged = o if o.dtype == torch.float32 else cache.scratch("merged", *o.shape)
+    lanes = zip(mixed.split_with_sizes(sizes), sums.split_with_sizes(sizes), merged.unbind(0), strict=True)
+    for b, (own, own_sums, out) in enumerate(lanes):
+        torch.sum(own.mul_(own_sums.softmax(0)), 0, out=out)
         if lse is not None:
             lse[b] = own_sums.logsumexp(0).squeeze(1)
-        begin += size
+    if merged is not o:
+        o.copy_(merged)
 
 
-def _scores(q: Tensor, cache: LayerPages, pages: Tensor, sizes: list[int]) -> Tensor:
-    """Scaled products [pages, H, 64] of each page's keys with the query of its lane, of which sizes[b] are."""
+def _scaled_queries(q: Tensor, cache: LayerPages) -> Tensor:
+    """q [B, H, D] as [B, HKV, groups, D] in float32, times D**-0.5."""
     lanes, heads, dim = q.shape
-    groups = heads // cache.heads
-    queries = (as_float32(q) * dim**-0.5).view(lanes, cache.heads, groups, dim)
-    if lanes == 1:
+    scale: float = dim**-0.5
+    return (as_float32(q) * scale).view(lanes, cache.heads, heads // cache.heads, dim)
+
+
+def _scores_in_place(q: Tensor, cache: LayerPages, tables: Sequence[TokenPages]) -> Tensor:
+    """Scaled products [pages, H, 64] of each page's keys with the query of its lane, made for the whole span of a
+    lane's pages and then put in order.
+
+    Whatever is made of foreign pages among them, NaN included, is dropped. Products of a page do not depend on where
+    it lies: the bits are those of `_scores_gathered`.
+    """
+    scores = []
+    for own, table in zip(_scaled_queries(q, cache).unbind(0), tables, strict=True):
+        assert table.span is not None
+        num, groups = len(table.span), own.shape[1]
+        products = cache.scratch("products", cache.heads, num, groups, BLOCK_TOKENS)
+        keys = cache.keys_in_place(table.span).transpose(2, 3).unbind(1)
+        for queries, head_keys, out in zip(own.unbind(0), keys, products.unbind(0), strict=True):
+            torch.bmm(queries.expand(num, -1, -1), head_keys, out=out)
+        ordered = products.index_select(1, table.numbers - table.span.start)
+        scores.append(ordered.transpose(0, 1).flatten(1, 2))
+    return scores[0] if len(scores) == 1 else torch.cat(scores)
+
+
+def _scores_gathered(q: Tensor, cache: LayerPages, pages: Tensor, sizes: list[int]) -> Tensor:
+    """The same from gathered keys, for all lanes together: any pages, any profile."""
+    queries = _scaled_queries(q, cache)
+    if len(sizes) == 1:
         queries = queries.expand(len(pages), -1, -1, -1)
     else:
         owners = [b for b, size in enumerate(sizes) for _ in range(size)]
         queries = queries.index_select(0, torch.tensor(owners, device=q.device))
-    queries = queries.reshape(-1, groups, dim)
-    scores = cache.scratch("scores", len(pages), heads, BLOCK_TOKENS)
+    groups = queries.shape[2]
+    queries = queries.reshape(-1, groups, q.shape[2])
+    scores = cache.scratch("scores", len(pages), q.shape[1], BLOCK_TOKENS)
     rows = scores.view(-1, groups, BLOCK_TOKENS)
     for begin in range(0, len(pages), cache.pages_at_once):
         k = cache.keys(pages[begin : begin + cache.pages_at_once]).flatten(0, 1)

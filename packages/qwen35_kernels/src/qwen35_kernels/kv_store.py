@@ -36,15 +36,11 @@ def store_kv(
     if backend is not None:
         backend.kv_store.store_kv(k=k, v=v, arena=arena, layout=layout, layer=layer, pages=pages, rows=rows)
         return
-    planes = (
-        (k, layout.k_format, layout.k(arena, layer), layout.k_scales(arena, layer)),
-        (v, layout.v_format, layout.v(arena, layer), layout.v_scales(arena, layer)),
-    )
-    for x, rows_format, values_view, scales_view in planes:
-        values, scales = quantise_rows(x, rows_format)
-        _scatter(values_view, pages, rows, values)
-        if scales is not None and scales_view is not None:
-            _scatter(scales_view, pages, rows, scales)
+    for x, plane in zip((k, v), layout.planes(arena, layer), strict=True):
+        values, scales = quantise_rows(x, plane.rows)
+        _scatter(plane.values, pages, rows, values)
+        if scales is not None and plane.scales is not None:
+            _scatter(plane.scales, pages, rows, scales)
 
 
 def _scatter(view: Tensor, pages: Tensor, rows: Tensor, values: Tensor) -> None:

@@ -19,13 +19,14 @@ Nothing outside this module knows an offset: strides and byte ranges of parts ar
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qwen35_kernels.contracts import refuse
 
-__all__ = ["BLOCK_TOKENS", "ByteRange", "KVProfile", "PageLayout", "PlaneFormat", "StateLayout"]
+__all__ = ["BLOCK_TOKENS", "ByteRange", "KVProfile", "PageLayout", "Plane", "PlaneFormat", "StateLayout"]
 
 BLOCK_TOKENS = 64
 _PART_ALIGNMENT = 16
@@ -89,6 +90,14 @@ _FORMATS: dict[KVProfile, tuple[PlaneFormat, PlaneFormat]] = {
     KVProfile.NVFP4: (FP4_ROWS, FP4_ROWS),
     KVProfile.K8V4: (FP8_ROWS, FP4_ROWS),
 }
+
+
+class Plane(NamedTuple):
+    """The keys or the values of one layer: how a row is stored, and the views of `PageLayout.k` and `k_scales`."""
+
+    rows: PlaneFormat
+    values: Tensor
+    scales: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -186,37 +195,39 @@ class PageLayout:
 
     def k(self, arena: Tensor, layer: int) -> Tensor:
         """Stored keys of a layer: a view [P, HKV, 64, D] (or [..., D/2] bytes of packed nibbles), no copy."""
-        return self._values(arena, layer, 0, self.k_format)
+        return self.planes(arena, layer)[0].values
 
     def v(self, arena: Tensor, layer: int) -> Tensor:
         """Stored values of a layer, as `k`."""
-        return self._values(arena, layer, 1, self.v_format)
+        return self.planes(arena, layer)[1].values
 
     def k_scales(self, arena: Tensor, layer: int) -> Tensor | None:
         """Scales of the keys, a view [P, HKV, 64, scales per row], or None where the profile has none."""
-        return self._scales(arena, layer, 2, self.k_format)
+        return self.planes(arena, layer)[0].scales
 
     def v_scales(self, arena: Tensor, layer: int) -> Tensor | None:
         """Scales of the values, as `k_scales`."""
-        return self._scales(arena, layer, 3, self.v_format)
+        return self.planes(arena, layer)[1].scales
+
+    def planes(self, arena: Tensor, layer: int) -> tuple[Plane, Plane]:
+        """Of keys and of values."""
+        self._check_layer(layer)
+        _check_arena("PageLayout", arena, self.page_bytes)
+        begin = layer * self.layer_bytes
+        return self._plane(arena, begin, 0, self.k_format), self._plane(arena, begin, 1, self.v_format)
 
     def check_arena(self, op: str, arena: Tensor) -> None:
         _check_arena(op, arena, self.page_bytes)
 
-    def _values(self, arena: Tensor, layer: int, part: int, rows: PlaneFormat) -> Tensor:
-        self._check_layer(layer)
-        _check_arena("PageLayout", arena, self.page_bytes)
+    def _plane(self, arena: Tensor, begin: int, part: int, rows: PlaneFormat) -> Plane:
+        """The plane of a layer that starts at byte `begin`: part 0 keys, 1 values; their scales are two parts on."""
+        line = (self.num_kv_heads, BLOCK_TOKENS)
         dim = self.head_dim // rows.values_per_byte
-        shape = (self.num_kv_heads, BLOCK_TOKENS, dim)
-        return _arena_view(arena, layer * self.layer_bytes + self._parts[part], rows.value_dtype, shape)
-
-    def _scales(self, arena: Tensor, layer: int, part: int, rows: PlaneFormat) -> Tensor | None:
-        self._check_layer(layer)
-        _check_arena("PageLayout", arena, self.page_bytes)
+        values = _arena_view(arena, begin + self._parts[part], rows.value_dtype, (*line, dim))
         if rows.scale_dtype is None:
-            return None
-        shape = (self.num_kv_heads, BLOCK_TOKENS, rows.row_scales(self.head_dim))
-        return _arena_view(arena, layer * self.layer_bytes + self._parts[part], rows.scale_dtype, shape)
+            return Plane(rows, values, None)
+        shape = (*line, rows.row_scales(self.head_dim))
+        return Plane(rows, values, _arena_view(arena, begin + self._parts[part + 2], rows.scale_dtype, shape))
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:

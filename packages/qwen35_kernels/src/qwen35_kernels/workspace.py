@@ -17,19 +17,23 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        # Each buffer beside the view of it that was asked for last: most calls ask for the same again.
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
     def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised contiguous tensor; the next `take` of the same name overwrites it."""
-        size = math.prod(shape)
         key = (name, dtype, device)
-        buffer = self._buffers.get(key)
+        buffer, view = self._buffers.get(key, (None, None))
+        if view is not None and view.shape == shape:
+            return view
+        size = math.prod(shape)
         if buffer is None or buffer.numel() < size:
             buffer = torch.empty(size, dtype=dtype, device=device)
-            self._buffers[key] = buffer
-        return buffer[:size].view(shape)
+        view = buffer[:size].view(shape)
+        self._buffers[key] = buffer, view
+        return view
 
     @property
     def num_bytes(self) -> int:
         """What it has grown to. May be asked while another thread takes."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in list(self._buffers.values()))
+        return sum(buffer.numel() * buffer.element_size() for buffer, _ in list(self._buffers.values()))

@@ -35,10 +35,7 @@ def _planes(arena: Tensor, layout: PageLayout, layer: int) -> tuple[dict[str, An
     pointers: dict[str, Any] = {}
     strides: dict[str, Any] = {}
     constants: dict[str, Any] = {}
-    for name, rows, values, scales in (
-        ("k", layout.k_format, layout.k(arena, layer), layout.k_scales(arena, layer)),
-        ("v", layout.v_format, layout.v(arena, layer), layout.v_scales(arena, layer)),
-    ):
+    for name, (rows, values, scales) in zip("kv", layout.planes(arena, layer), strict=True):
         constants[f"{name.upper()}_FORMAT"] = "plain" if scales is None else rows.name
         constants[f"{name.upper()}_GROUP"] = (
             1 if scales is None else layout.head_dim // rows.row_scales(layout.head_dim)

@@ -145,10 +145,7 @@ def plan_store_kv(
     """k and v dense in their last axis."""
     dim = layout.head_dim
     launches = []
-    for x, rows_format, values, scales in (
-        (k, layout.k_format, layout.k(arena, layer), layout.k_scales(arena, layer)),
-        (v, layout.v_format, layout.v(arena, layer), layout.v_scales(arena, layer)),
-    ):
+    for x, (rows_format, values, scales) in zip((k, v), layout.planes(arena, layer), strict=True):
         form = rows_format.name if scales is not None or x.dtype != values.dtype else "plain"
         form = "plain" if form == "fp32" else form
         group = power_of_2(dim) if scales is None else dim // rows_format.row_scales(dim)
