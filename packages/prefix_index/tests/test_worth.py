@@ -46,3 +46,20 @@ def test_a_snapshot_takes_over_what_lay_below_any_twin_of_the_one_above() -> Non
         index.publish(lease, tokens, slot=driver.slot, tail=tail, tail_pages=pages, kind=SnapshotKind.BOUNDARY)
         index.release(lease)
         index.check_invariants()
+
+
+def test_a_snapshot_whose_tail_is_on_the_path_is_not_above_another_tail_of_its_block() -> None:
+    """6 and 7 stand on one block, 6 on the path of 12, 7 beside it. One at 5 that leads to both comes last."""
+    index = make()
+    driver = Driver(index)
+    path = list(range(12))
+    beside = [*path[:5], 90, 91]
+    for tokens in (path[:6], path, beside, path[:5]):
+        lease = index.acquire(index.match(index.prepare([*tokens, 99])))
+        blocks = len(tokens) // BLOCK
+        index.extend(lease, tokens[: blocks * BLOCK], driver.pages(blocks))
+        tail = raw(*tokens[blocks * BLOCK :])
+        driver.slot += 1
+        index.publish(lease, len(tokens), slot=driver.slot, tail=tail, tail_pages=driver.pages(bool(tail)))
+        index.release(lease)
+        index.check_invariants()

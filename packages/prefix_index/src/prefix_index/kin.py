@@ -50,16 +50,17 @@ def next_below(edge: Edge, least: int, greatest: int, scheme: BlockScheme) -> li
     edges = [edge]
     for edge in edges:
         kept = edge.kept
+        nearer: int | None = None  # whatever stands on more blocks than this has a nearer one
         for snapshot in kept[place_for(kept, least) :]:
+            at = snapshot.at
+            if nearer is not None and at > nearer:
+                break
             found.append(snapshot)
-            on_path = (
-                not snapshot.tail
-                if snapshot.at == edge.end
-                else starts_with(edge, scheme, snapshot.at, None, snapshot.tail)
-            )
-            if on_path and snapshot.frontier > greatest:
-                break  # it is nearer to whatever lies deeper
-        else:
+            if nearer is None and snapshot.frontier > greatest:
+                tail = snapshot.tail
+                if starts_with(edge, scheme, at, None, tail) if at < edge.end else not tail:
+                    nearer = at
+        if nearer is None:
             child = edge.first
             while child is not None and (child.kept or child.kbelow):
                 edges.append(child)
