@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from index_driver import BLOCK, Driver, make, raw
-from prefix_index import SnapshotKind
+from prefix_index import InvariantViolation, Pool, SnapshotKind
 
 
 @pytest.mark.parametrize("first", [(), ((1, 5),)])
@@ -63,3 +65,41 @@ def test_a_snapshot_whose_tail_is_on_the_path_is_not_above_another_tail_of_its_b
         index.publish(lease, len(tokens), slot=driver.slot, tail=tail, tail_pages=driver.pages(bool(tail)))
         index.release(lease)
         index.check_invariants()
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_values_are_right_however_tails_and_branches_lie(part: int) -> None:
+    """Many snapshots on few blocks, their tails on the path and beside it, checked after one publication or several."""
+    for seed in range(part, 48, 4):
+        rng = random.Random(seed)
+        lag = rng.choice([0, 0, 1])
+        index = make(pools=(Pool(lag=lag),), block_bytes=1000, image_bytes=rng.choice([1, 5_000, 500_000]))
+        driver = Driver(index)
+        every = rng.choice([1, 3, 5])
+        known: list[list[int]] = []
+        for step in range(60):
+            begin = rng.choice(known)[: rng.randrange(20)] if known and rng.random() < 0.8 else []
+            tokens = [*begin, *(rng.randrange(2) for _ in range(rng.randrange(1, 8)))][:24]
+            known.append(tokens)
+            extras = rng.choice([(), (), (), ((len(tokens) - 1, 5),), ((1, 5),)])
+            match = index.match(index.prepare([*tokens, 9], b"", extras))
+            lease = index.acquire(match, rng.choice([None, *match.candidates]))
+            blocks = len(tokens) // BLOCK
+            index.extend(lease, tokens[lease.depth * BLOCK : blocks * BLOCK], driver.pages(blocks - lease.depth))
+            for frontier in rng.sample(range(1, len(tokens) + 1), min(rng.randrange(3), len(tokens))):
+                depth = (frontier - lag) // BLOCK
+                if lease.frontier < frontier and depth <= lease.depth:
+                    tail = raw(*tokens[depth * BLOCK : frontier])
+                    driver.slot += 1
+                    pages = driver.pages(bool(tail))
+                    kind = rng.choice(list(SnapshotKind))
+                    index.publish(lease, frontier, slot=driver.slot, tail=tail, tail_pages=pages, kind=kind)
+            index.release(lease)
+            if rng.random() < 0.3:
+                index.evict_device(rng.randrange(1, 4)) if rng.random() < 0.5 else index.claim_slot()
+            if step % every == 0:
+                try:
+                    index.check_invariants()
+                except InvariantViolation as error:
+                    error.add_note(f"seed {seed}, step {step}")
+                    raise
