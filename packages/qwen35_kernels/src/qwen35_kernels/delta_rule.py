@@ -38,7 +38,7 @@ from qwen35_kernels.contracts import (
 )
 from qwen35_kernels.delta_tiles import KEY_EPS, prefill_sequence
 from qwen35_kernels.dispatch import triton_for
-from qwen35_kernels.elementwise import small_sigmoid, softplus
+from qwen35_kernels.elementwise import constant, small_sigmoid, softplus
 from qwen35_kernels.norms import inverse_norm
 from qwen35_kernels.sequences import Tap, plan_sequences
 from qwen35_kernels.workspace import Workspace
@@ -60,7 +60,8 @@ def delta_gates(*, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tupl
         and all(x.dtype in FLOAT_DTYPES and x.device == a.device for x in (a, b, a_log, dt_bias))
     ):
         _check_gates(op, a, b, a_log, dt_bias)
-    g = softplus(as_float32(a) + as_float32(dt_bias)).mul_(as_float32(a_log).exp().neg_())
+    steps = softplus(as_float32(a) + as_float32(dt_bias))
+    g = torch.addcmul(constant(0.0, a.device), steps, as_float32(a_log).exp(), value=-1.0)
     return g, small_sigmoid(as_float32(b))
 
 
@@ -195,10 +196,10 @@ def gated_delta_rule_step(
     check_device(op, "slots", slots, q.device)
     if lanes == 0:
         return torch.empty_like(v)
-    qk = as_float32(torch.stack((q, k)))
+    qk = as_float32(torch.cat((q, k)))
     qk = qk * inverse_norm(qk, weight=1.0, eps=KEY_EPS)
     if value_heads != q.shape[1]:
-        qk = qk.repeat_interleave(value_heads // q.shape[1], dim=2)
+        qk = qk.repeat_interleave(value_heads // q.shape[1], dim=1)
     rows = lanes * value_heads
     query, key = qk.view(2, rows, 1, -1).unbind()
     v_rows = as_float32(v).reshape(rows, 1, -1)
@@ -227,4 +228,4 @@ def _step(token: list[Tensor], state: Tensor) -> Tensor:
     state.mul_(decay)
     d = torch.baddbmm(v, key, state, alpha=-1).mul_(beta)
     state.addcmul_(key.transpose(1, 2), d)
-    return torch.bmm(query, state).mul_(key.shape[2] ** -0.5)
+    return torch.bmm(query, state).mul_(constant(key.shape[2] ** -0.5, state.device))

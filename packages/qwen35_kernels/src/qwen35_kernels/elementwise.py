@@ -96,7 +96,7 @@ def softplus(x: Tensor) -> Tensor:
 
 def small_sigmoid(x: Tensor) -> Tensor:
     """As `sigmoid`, with fewer calls and more passes: for tensors of a few elements."""
-    return x.neg().exp_().add_(1.0).reciprocal_()
+    return x.neg().exp_().add_(constant(1.0, x.device)).reciprocal_()
 
 
 def _silu_in_place(x: Tensor) -> Tensor:
