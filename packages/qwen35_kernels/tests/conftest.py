@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernel_testing import GuardedMemory
+from kernel_testing import GuardedMemory, guarded_arguments
 
 # `tools/gpu.py` runs the tests of the ops with their tensors on a card.
 torch.set_default_device(os.environ.get("QWEN35_TEST_DEVICE", "cpu"))
@@ -39,7 +39,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     def _call_grid_afresh(self: Any, *args: Any, **kwargs: Any) -> Any:
         _patched.clear()
-        return _call_grid(self, *args, **kwargs)
+        with guarded_arguments(kwargs) as inside:
+            return _call_grid(self, *args, **inside)
 
     def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Patch triton.language for a device function once a launch: once a call, as the interpreter does it,

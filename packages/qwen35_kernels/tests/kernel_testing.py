@@ -1,10 +1,12 @@
 """Helpers shared by this package's tests: seeded inputs, guarded buffers, poisoned arenas, bit comparison."""
 
 import collections
+import contextlib
 import functools
 import math
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ from qwen35_kernels.quantisation import quantise_rows
 
 # What `torch.empty` is outside tests.
 _plain_empty = torch.empty
-GUARD_BYTES = 256
-GUARD = 0xA5
+GUARD_BYTES = 512
+# A guard's bytes by turns: NaN in every float dtype of two bytes and more, and not what poisons the inside.
+_GUARD = (0xC5, 0x7F)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -59,9 +62,29 @@ def state_tolerance(dtype: torch.dtype) -> dict[str, float]:
     return tolerance(dtype) if kernels else tolerance(torch.float32)
 
 
+def _guards(whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a guard holds, and the guards before and after a buffer of bytes."""
+    pattern = torch.tensor(_GUARD, dtype=torch.uint8, device=whole.device).repeat(GUARD_BYTES // len(_GUARD))
+    return pattern, whole[:GUARD_BYTES], whole[-GUARD_BYTES:]
+
+
+def _guarded(size_bytes: int, device: Any) -> Tensor:
+    """Bytes that read as NaN (0xFF is NaN in every float dtype used, -1 in int8) between two guards."""
+    whole = _plain_empty(size_bytes + 2 * GUARD_BYTES, dtype=torch.uint8, device=device).fill_(0xFF)
+    pattern, before, after = _guards(whole)
+    before.copy_(pattern)
+    after.copy_(pattern)
+    return whole
+
+
+def _check_guards(whole: Tensor) -> None:
+    pattern, before, after = _guards(whole)
+    assert torch.equal(before, pattern), "bytes before a buffer were written"
+    assert torch.equal(after, pattern), "bytes after a buffer were written"
+
+
 class GuardedMemory:
-    """Hands out buffers that read as NaN (0xFF is NaN in every float dtype used, -1 in int8), each between two
-    guards.
+    """Hands out buffers that read as NaN, each between two guards that do so too.
 
     `check` fails when something wrote past either end of a buffer. What was handed out longest ago is checked and let
     go of as soon as a limit of bytes is reached.
@@ -83,8 +106,8 @@ class GuardedMemory:
         size_bytes = shape.numel() * dtype.itemsize
         if more or size_bytes > self._LARGEST_BYTES or torch.device(plain.keywords["device"]).type == "meta":
             return plain(*size, dtype=dtype, **more)
-        whole = plain(size_bytes + 2 * GUARD_BYTES, dtype=torch.uint8).fill_(GUARD)
-        inside = whole[GUARD_BYTES : GUARD_BYTES + size_bytes].fill_(0xFF)
+        whole = _guarded(size_bytes, plain.keywords["device"])
+        inside = whole[GUARD_BYTES : GUARD_BYTES + size_bytes]
         self._kept.append(whole)
         self._kept_bytes += len(whole)
         while self._kept_bytes > self._KEPT_BYTES:
@@ -103,8 +126,58 @@ class GuardedMemory:
     def _check_oldest(self) -> None:
         whole = self._kept.popleft()
         self._kept_bytes -= len(whole)
-        assert bool((whole[:GUARD_BYTES] == GUARD).all()), "bytes before a buffer were written"
-        assert bool((whole[-GUARD_BYTES:] == GUARD).all()), "bytes after a buffer were written"
+        _check_guards(whole)
+
+
+# Arguments that span more bytes are not copied: arenas touched only in places.
+_LARGEST_SPAN_BYTES = 2**24
+
+
+@contextlib.contextmanager
+def guarded_arguments(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arguments of a launch with every tensor, read or written, in a copy between guards.
+
+    Tensors that share memory share a copy. Whatever lies between their elements there (the rest of a row of a view,
+    other layers, other parts of a record) reads as NaN, as the guards do: a load past a mask shows in the result, and
+    a store outside of the arguments' elements fails at the end. The results are copied back.
+    """
+    shared: dict[int, list[str]] = {}
+    for name, x in arguments.items():
+        if isinstance(x, Tensor) and x.numel():
+            shared.setdefault(x.untyped_storage().data_ptr(), []).append(name)
+    copies: dict[str, Tensor] = {}
+    wholes = []
+    for names in shared.values():
+        tensors = [arguments[name] for name in names]
+        begin = min(x.data_ptr() for x in tensors) // 16 * 16
+        size_bytes = max(x.data_ptr() + _span_bytes(x) for x in tensors) - begin
+        if size_bytes > _LARGEST_SPAN_BYTES:
+            continue
+        wholes.append(whole := _guarded(size_bytes, tensors[0].device))
+        for name, x in zip(names, tensors, strict=True):
+            offset = (GUARD_BYTES + x.data_ptr() - begin) // x.element_size()
+            copies[name] = _plain_empty(0, dtype=x.dtype, device=x.device).set_(
+                whole.untyped_storage(), offset, x.shape, x.stride()
+            )
+            copies[name].copy_(x)
+    yield arguments | copies
+    for name, copy in copies.items():
+        if 0 not in copy.stride():
+            arguments[name].copy_(copy)
+    for copy in copies.values():
+        copy.view(_INTEGERS[copy.element_size()]).fill_(-1)
+    for whole in wholes:
+        _check_guards(whole)
+        assert bool((whole[GUARD_BYTES:-GUARD_BYTES] == 0xFF).all()), "bytes between a tensor's elements were written"
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _span_bytes(x: Tensor) -> int:
+    """From a tensor's first byte to its last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size()
 
 
 class GuardedBytes:
