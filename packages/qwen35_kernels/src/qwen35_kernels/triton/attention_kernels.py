@@ -55,67 +55,6 @@ def _load_half(
 
 
 @triton.jit
-def _attend_page(
-    b_q0,
-    b_q1,
-    b_max,
-    b_sum,
-    b_o0,
-    b_o1,
-    position,
-    k_ptr,
-    ks_ptr,
-    v_ptr,
-    vs_ptr,
-    k_page,
-    ks_page,
-    v_page,
-    vs_page,
-    page,
-    first_key,
-    length,
-    i_hk,
-    scale,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    K_FORMAT: tl.constexpr,
-    K_GROUP: tl.constexpr,
-    V_FORMAT: tl.constexpr,
-    V_GROUP: tl.constexpr,
-):
-    """Carry the running maximum, sum and output of rows at `position` over one page."""
-    rows = tl.arange(0, BLOCK)
-    key = first_key + rows
-    # Rows past the sequence's end are not loaded: they may hold anything.
-    valid = key < length
-    line = i_hk * BLOCK + rows
-    k_ptr += page * k_page
-    ks_ptr += page * ks_page
-    v_ptr += page * v_page
-    vs_ptr += page * vs_page
-    # One half at a time: both at once do not fit the registers of the quantised profiles.
-    b_k0 = _load_half(k_ptr, ks_ptr, line, valid, 0, D, K_FORMAT, K_GROUP, DOT)
-    b_s = tl.dot(b_q0, tl.trans(b_k0), input_precision=PRECISION)
-    b_k1 = _load_half(k_ptr, ks_ptr, line, valid, 1, D, K_FORMAT, K_GROUP, DOT)
-    b_s = tl.dot(b_q1, tl.trans(b_k1), b_s, input_precision=PRECISION)
-    seen = (key[None, :] <= position[:, None]) & valid[None, :]
-    b_s = tl.where(seen, b_s * scale, float("-inf"))
-    b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
-    # A row that has seen no key yet keeps a finite shift, so that no inf - inf arises.
-    shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_p = tl.exp(b_s - shift[:, None])
-    shrink = tl.exp(b_max - shift)
-    b_sum = b_sum * shrink + tl.sum(b_p, axis=1)
-    b_v0 = _load_half(v_ptr, vs_ptr, line, valid, 0, D, V_FORMAT, V_GROUP, DOT)
-    b_o0 = b_o0 * shrink[:, None] + tl.dot(b_p.to(DOT), b_v0, input_precision=PRECISION)
-    b_v1 = _load_half(v_ptr, vs_ptr, line, valid, 1, D, V_FORMAT, V_GROUP, DOT)
-    b_o1 = b_o1 * shrink[:, None] + tl.dot(b_p.to(DOT), b_v1, input_precision=PRECISION)
-    return b_new, b_sum, b_o0, b_o1
-
-
-@triton.jit
 def _attend_pages(
     q_ptr,
     mask,
@@ -145,7 +84,8 @@ def _attend_pages(
     V_GROUP: tl.constexpr,
 ):
     """Attention of BM rows of queries at `position`, the halves of each at q_ptr [BM, D/2], over a block table's
-    pages [begin, end), of which `length` keys count: (maximum, sum, output halves not divided by it)."""
+    pages [begin, end), of which `length` keys count: (maximum, sum, output halves not divided by it), carried from
+    page to page."""
     HALF: tl.constexpr = D // 2
     b_q0 = tl.load(q_ptr, mask=mask, other=0.0).to(DOT)
     b_q1 = tl.load(q_ptr + HALF, mask=mask, other=0.0).to(DOT)
@@ -153,38 +93,33 @@ def _attend_pages(
     b_sum = tl.zeros([BM], dtype=tl.float32)
     b_o0 = tl.zeros([BM, HALF], dtype=tl.float32)
     b_o1 = tl.zeros([BM, HALF], dtype=tl.float32)
+    rows = tl.arange(0, BLOCK)
+    line = i_hk * BLOCK + rows
     for i_page in range(begin, end):
         page = tl.load(table_ptr + i_page)
-        b_max, b_sum, b_o0, b_o1 = _attend_page(
-            b_q0,
-            b_q1,
-            b_max,
-            b_sum,
-            b_o0,
-            b_o1,
-            position,
-            k_ptr,
-            ks_ptr,
-            v_ptr,
-            vs_ptr,
-            k_page,
-            ks_page,
-            v_page,
-            vs_page,
-            page,
-            i_page * BLOCK,
-            length,
-            i_hk,
-            scale,
-            D,
-            BLOCK,
-            DOT,
-            PRECISION,
-            K_FORMAT,
-            K_GROUP,
-            V_FORMAT,
-            V_GROUP,
-        )
+        key = i_page * BLOCK + rows
+        # Rows past the sequence's end are not loaded: they may hold anything.
+        valid = key < length
+        p_k, p_ks = k_ptr + page * k_page, ks_ptr + page * ks_page
+        p_v, p_vs = v_ptr + page * v_page, vs_ptr + page * vs_page
+        # One half at a time: both at once do not fit the registers of the quantised profiles.
+        b_k0 = _load_half(p_k, p_ks, line, valid, 0, D, K_FORMAT, K_GROUP, DOT)
+        b_s = tl.dot(b_q0, tl.trans(b_k0), input_precision=PRECISION)
+        b_k1 = _load_half(p_k, p_ks, line, valid, 1, D, K_FORMAT, K_GROUP, DOT)
+        b_s = tl.dot(b_q1, tl.trans(b_k1), b_s, input_precision=PRECISION)
+        seen = (key[None, :] <= position[:, None]) & valid[None, :]
+        b_s = tl.where(seen, b_s * scale, float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
+        # A row that has seen no key yet keeps a finite shift, so that no inf - inf arises.
+        shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_p = tl.exp(b_s - shift[:, None])
+        shrink = tl.exp(b_max - shift)
+        b_max = b_new
+        b_sum = b_sum * shrink + tl.sum(b_p, axis=1)
+        b_v0 = _load_half(p_v, p_vs, line, valid, 0, D, V_FORMAT, V_GROUP, DOT)
+        b_o0 = b_o0 * shrink[:, None] + tl.dot(b_p.to(DOT), b_v0, input_precision=PRECISION)
+        b_v1 = _load_half(p_v, p_vs, line, valid, 1, D, V_FORMAT, V_GROUP, DOT)
+        b_o1 = b_o1 * shrink[:, None] + tl.dot(b_p.to(DOT), b_v1, input_precision=PRECISION)
     return b_max, b_sum, b_o0, b_o1
 
 
