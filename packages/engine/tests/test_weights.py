@@ -16,7 +16,8 @@ from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 import tiny_checkpoints
 from qwen35_engine import CheckpointError
 from qwen35_engine.checkpoint.config import read_config
-from qwen35_engine.model.weights import ModelWeights, load_weights, stored_tensors
+from qwen35_engine.demo import demo_folder
+from qwen35_engine.model.weights import ModelWeights, allocate_weights, load_weights, stored_tensors
 
 CPU = torch.device("cpu")
 
@@ -157,3 +158,13 @@ def test_there_is_never_a_second_copy_of_the_model(tmp_path: Path) -> None:
     peak, after = map(int, result.stdout.split())
     assert after >= model_kib * 0.95
     assert peak <= model_kib * 1.25, f"{peak} KiB at the peak for a model of {model_kib} KiB"
+
+
+@pytest.mark.parametrize(("dtype", "adjacent"), [(torch.float32, 0), (torch.bfloat16, 1)])
+def test_projections_lie_as_a_cpu_multiplies_them_fastest(dtype: torch.dtype, adjacent: int) -> None:
+    config = read_config(demo_folder())
+    weights = allocate_weights(config, device=torch.device("cpu"), dtype=dtype)
+    for layer in weights.layers:
+        for matrix in (layer.mlp.gate_up_proj, layer.mlp.down_proj, layer.mixer.out_proj):
+            assert matrix.stride(adjacent) == 1
+    assert weights.embedding.stride(1) == 1, "rows are looked up"

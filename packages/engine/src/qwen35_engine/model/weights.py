@@ -136,25 +136,32 @@ def allocate_weights(config: ModelConfig, *, device: torch.device, dtype: torch.
     def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    # In fp32 a CPU multiplies a few rows faster where the outputs of one input are adjacent: 1.6 times for one row, 1.4
+    # for two, no difference from 64 on. In bf16 that would be four times slower.
+    outputs_adjacent = device.type == "cpu" and dtype == torch.float32
+
+    def projection(outputs: int, inputs: int) -> Tensor:
+        return new(inputs, outputs).t() if outputs_adjacent else new(outputs, inputs)
+
     hidden, value_size = config.hidden_size, config.num_value_heads * config.value_dim
     query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
     def mixer(kind: str) -> DeltaNetWeights | AttentionWeights:
         if kind == LINEAR:
             return DeltaNetWeights(
-                in_proj=new(config.conv_channels + value_size + 2 * config.num_value_heads, hidden),
+                in_proj=projection(config.conv_channels + value_size + 2 * config.num_value_heads, hidden),
                 conv=new(config.conv_channels, config.conv_width),
                 # The decay is exponentiated twice; fp32 whatever the model's dtype.
                 a_log=new(config.num_value_heads, dtype=torch.float32),
                 dt_bias=new(config.num_value_heads),
                 norm=new(config.value_dim),
-                out_proj=new(hidden, value_size),
+                out_proj=projection(hidden, value_size),
             )
         return AttentionWeights(
-            qkv_proj=new(2 * query_size + 2 * kv_size, hidden),
+            qkv_proj=projection(2 * query_size + 2 * kv_size, hidden),
             q_norm=new(config.head_dim),
             k_norm=new(config.head_dim),
-            out_proj=new(hidden, query_size),
+            out_proj=projection(hidden, query_size),
         )
 
     embedding = new(config.vocab_size, hidden)
@@ -166,14 +173,14 @@ def allocate_weights(config: ModelConfig, *, device: torch.device, dtype: torch.
                 mixer=mixer(kind),
                 post_norm=new(hidden),
                 mlp=MLPWeights(
-                    gate_up_proj=new(2 * config.intermediate_size, hidden),
-                    down_proj=new(hidden, config.intermediate_size),
+                    gate_up_proj=projection(2 * config.intermediate_size, hidden),
+                    down_proj=projection(hidden, config.intermediate_size),
                 ),
             )
             for kind in config.layer_kinds
         ),
         norm=new(hidden),
-        head=embedding if config.tied_head else new(config.vocab_size, hidden),
+        head=embedding if config.tied_head else projection(config.vocab_size, hidden),
     )
 
 
