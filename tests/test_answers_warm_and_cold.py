@@ -8,15 +8,16 @@ elsewhere by log-probabilities; this cannot be hidden by any tolerance.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from lanes import collect
 from qwen35_engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TapHints
 from qwen35_engine.demo import demo_folder
-from qwen35_serve.text import ChatText
+from qwen35_serve.text import ChatPrompt, ChatText
 
 NAMES = ("Ana", "Ben", "Carla", "David")
 ATTRIBUTE = "locker"
@@ -70,12 +71,12 @@ class Talk:
         self.cached_tokens = 0
         self._text = ChatText(demo_folder(), vocab_size=engine.config.vocab_size)
 
-    def ask(self, *questions: Question) -> list[str]:
-        """Ask all at once; the answers."""
-        prompts = [
-            self._text.render(one.messages, tools=None, template_arguments={"enable_thinking": False})
-            for one in questions
-        ]
+    def render(self, question: Question) -> ChatPrompt:
+        return self._text.render(question.messages, tools=None, template_arguments={"enable_thinking": False})
+
+    def ask(self, *questions: Question, explicit: Sequence[int] = ()) -> list[str]:
+        """Ask all at once, with snapshots wanted at the ``explicit`` positions; the answers."""
+        prompts = [self.render(one) for one in questions]
         streams = [
             self.engine.submit(
                 GenerationRequest(
@@ -83,7 +84,7 @@ class Talk:
                     sampling=SamplingParams(temperature=0),
                     max_tokens=16,
                     stop_token_ids=self.engine.config.eos_token_ids,
-                    hints=TapHints(opener=prompt.opener),
+                    hints=TapHints(opener=prompt.opener, explicit=tuple(explicit)),
                 )
             )
             for prompt in prompts
@@ -165,13 +166,45 @@ def test_restored_from_the_host(asked: list[list[Question]], cold: dict[int, str
         assert talk.cached_tokens > 0
 
 
-def test_another_conversations_state_is_noticed(asked: list[list[Question]], cold: dict[int, str]) -> None:
-    """The comparison can fail: hand each conversation the history of the next one."""
+def test_pages_of_another_conversation_are_noticed(asked: list[list[Question]], cold: dict[int, str]) -> None:
+    """The comparison can fail: between two turns every cached page becomes another one's, and with it what was told."""
     with Engine.from_folder(demo_folder(), EngineOptions(threads=1, host_cache_mib=0)) as engine:
         talk = Talk(engine)
-        mixed = [
-            Question([*other.messages[:-1], one.messages[-1]], one.right, one.foreign)
-            for one, other in zip(asked[0], asked[1], strict=True)
-        ]
-        answers = talk.ask(*mixed)
-        assert sum(bool(wrong(cold, [one], [answer])) for one, answer in zip(asked[0], answers, strict=True)) >= 7
+        first, second = list(zip(*asked, strict=True))[2:4]
+        assert not wrong(cold, list(first), talk.ask(*first))
+        shuffle(engine._model._memory.pages)
+        before = talk.cached_tokens
+        answers = talk.ask(*second)
+        assert talk.cached_tokens > before
+        assert sum(bool(wrong(cold, [one], [answer])) for one, answer in zip(second, answers, strict=True)) >= 3
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_states_of_another_conversation_are_noticed(
+    asked: list[list[Question]], cold: dict[int, str], damaged: bool
+) -> None:
+    """Resumed between whom a question is about and what it asks for, the state alone knows the name."""
+    with Engine.from_folder(demo_folder(), EngineOptions(threads=1, host_cache_mib=0)) as engine:
+        talk = Talk(engine)
+        questions = [one[0] for one in asked]
+        places = []
+        for one in questions:
+            *before, last = one.messages
+            other = Question(
+                [*before, last | {"content": last["content"].replace(ATTRIBUTE, "pet")}], one.right, one.foreign
+            )
+            tokens, others = talk.render(one).tokens, talk.render(other).tokens
+            places.append(next(n for n, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b))
+            talk.ask(other, explicit=places[-1:])
+        if damaged:
+            shuffle(engine._model._memory.states)
+        before_them = talk.cached_tokens
+        faults = [wrong(cold, [one], talk.ask(one)) for one in questions]
+        assert talk.cached_tokens - before_them == sum(places)
+        assert sum(map(bool, faults)) >= 3 if damaged else not any(faults)
+
+
+def shuffle(arena: torch.Tensor) -> None:
+    """Give every row that holds anything the content of another one."""
+    used = arena.any(dim=1).nonzero().squeeze(1)
+    arena[used] = arena[used.roll(1)]

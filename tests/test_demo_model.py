@@ -18,13 +18,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "demo_model"))
 import train
 from dialogues import SKILLS, TOOLS, Dialogue, Turn, answers, dialogue, drill, exam
 from evaluate import CALL, generated_calls, load_network, measure, question
-from network import Network
+from network import Network, Seen
 from orthogonal import orthogonalised
+from pointers import NOWHERE, Pointer, Pointers
 from rendering import Encoder, pieces
-from words import ATTRIBUTES, COUNTED
+from teaching import Teacher, shares
+from words import ATTRIBUTES, COUNTED, NAMES
 
 FACT = re.compile(r"(?:Now |Correction: )?([A-Z][a-z]+) has ([a-z]+) ([a-z0-9]+)\.")
 LENGTHS = (60, 300, 1200)
+THINGS = (*ATTRIBUTES, *COUNTED, "age")
 
 
 def some_dialogues() -> list[Dialogue]:
@@ -106,6 +109,21 @@ def test_a_drill_asks_for_the_last_value_told() -> None:
     assert min(asked.values()) >= 20, asked
 
 
+def test_a_late_drill_comes_back_to_half_of_its_facts_only_at_its_end() -> None:
+    distances = []
+    for seed in range(20):
+        text = "".join(part for part, _ in drill(seed, tokens=600, people=4, kinds=3, filler=0.2, late=True))
+        mentions: dict[tuple[str, str], list[int]] = {}
+        for found in re.finditer(r"([A-Z][a-z]+) has ([a-z]+) [a-z0-9]+\.", text):
+            mentions.setdefault((found[1], found[2]), []).append(found.start())
+        twice = [places for places in mentions.values() if len(places) == 2]
+        assert len(twice) >= len(mentions) // 2
+        last = max(places[-1] for places in mentions.values())
+        assert any(places[-1] == last for places in twice)
+        distances += [(places[1] - places[0]) / len(text) for places in twice]
+    assert sum(distance > 0.6 for distance in distances) > 0.7 * len(distances)
+
+
 def test_the_same_seed_makes_the_same_dialogue() -> None:
     assert dialogue(1, tokens=300) == dialogue(1, tokens=300) != dialogue(2, tokens=300)
     assert exam(1, "sum", tokens=300) == exam(1, "sum", tokens=300) != exam(2, "sum", tokens=300)
@@ -163,6 +181,73 @@ def test_the_network_is_the_one_transformers_has() -> None:
         ours, theirs = network(ids), oracle(ids).logits
     assert theirs.std() > 0.5
     torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-3)
+
+
+def test_pointers_lead_to_what_was_said_last() -> None:
+    """By the text before them, without the generator's books; and no value that was told is without a pointer."""
+    encoder = Encoder()
+    pointers = Pointers(encoder)
+    texts = [pieces(made, thinking=n % 2 == 0) for n, made in enumerate(some_dialogues())]
+    texts += [iter(drill(n, tokens=400, people=3, kinds=3, filler=0.2)) for n in range(10)]
+    told_again = new = 0
+    for text in texts:
+        ids, _ = encoder.training(text)
+        found = pointers(ids)
+        for pointer in found:
+            before = encoder.decode(ids[: pointer.at + 1], skip_special_tokens=False)
+            asked = re.search(r"(The code word is|[A-Z][a-z]+ has [a-z]+)$", before)
+            assert asked is not None
+            key = () if pointer.key is None else pointer.key
+            assert encoder.decode(list(key)).split() == ([asked[1].split()[0], asked[1].split()[2]] if key else [])
+            said = re.findall(rf"{asked[1]} ([a-z0-9]+)\b", before)
+            sources = [encoder.decode([ids[place]]).strip() for place in pointer.sources]
+            if said:
+                assert sources == [said[-1]] * len(sources)
+                assert len(sources) <= len(said)
+                told_again += 1
+            else:
+                assert pointer.sources == (NOWHERE,)
+                new += 1
+        whole = encoder.decode(ids, skip_special_tokens=False)
+        names = "|".join(NAMES)
+        assert len(found) == len(re.findall(rf"The code word is|\b(?:{names}) has (?:{'|'.join(THINGS)})\b", whole))
+    assert min(told_again, new) > 300
+
+
+def test_the_teacher_sees_where_attention_lies() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 70, 8), torch.randn(2, 2, 70, 8)
+    pointers = [[Pointer(9, (3, 5), (1, 2)), Pointer(60, (NOWHERE,), None)], [Pointer(69, (69,), (3, 4))]]
+    wanted = []
+    for row in range(2):
+        for head in range(2):
+            for pointer in pointers[row]:
+                scores = q[row, 2 * head, pointer.at] @ k[row, head].T / 8**0.5
+                wanted.append(scores[: pointer.at + 1].softmax(-1)[list(pointer.sources)].sum().log())
+    torch.testing.assert_close(shares(Seen(torch.empty(0), q, k), pointers), torch.stack(wanted))
+
+
+def test_what_is_taught_is_learnt() -> None:
+    """A few steps on one batch: attention comes to lie on what was said, and its input to tell whose it is."""
+    torch.manual_seed(0)
+    encoder, network = Encoder(), Network(train.CONFIG)
+    teacher = Teacher(network, encoder)
+    optimizers = train.optimizers_of(network, teacher)
+    stage = train.Stage(steps=1, goal=1.0, rows=4, length=96, people=3, kinds=3, drills=1.0)
+    ids, _ = train.batch(0, stage, encoder)
+    losses, pointed = [], []
+    for _ in range(30):
+        logits = network(ids)
+        loss = teacher.loss(ids) + 0 * logits.sum()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+        pointed.append(teacher.pointed)
+    assert losses[-1] < 0.6 * losses[0]
+    assert pointed[-1] > 2 * pointed[0]
 
 
 def test_evaluation_counts_greedy_answers() -> None:

@@ -305,12 +305,14 @@ def exam(seed: int | str, skill: str, *, tokens: int, people: int = 4, kinds: in
     return Dialogue(system, world.tools, (*turns, last))
 
 
-def drill(seed: int | str, *, tokens: int, people: int, kinds: int, filler: float = 0.0) -> list[tuple[str, bool]]:
+def drill(
+    seed: int | str, *, tokens: int, people: int, kinds: int, filler: float = 0.0, late: bool = False
+) -> list[tuple[str, bool]]:
     """Facts told once and then recited by one speaker: texts, and whether each can be known from what came before.
 
     No conversation, but what a conversation asks for in one token of a hundred stands here in one of nine, which is
     how looking up is learnt in minutes. What was mentioned longest ago is recited first, so that looking far back
-    is learnt as well.
+    is learnt as well. With ``late``, half of the facts are not spoken of again until the end, where all are recited.
     """
     rng = random.Random(f"drill {seed}")
     world = _World(rng, names=rng.sample(NAMES, people), attributes=_attributes(rng, kinds))
@@ -319,26 +321,42 @@ def drill(seed: int | str, *, tokens: int, people: int, kinds: int, filler: floa
     keys = [(name, attribute) for name in world.names for attribute in world.attributes]
     for key in rng.sample(keys, min(len(keys), 1 + rng.randint(tokens // 30, tokens // 15))):
         parts.append((f"{world.fact(key)} ", False))
-    for _ in range(tokens // 7):
-        chance = rng.random()
-        if rng.random() < filler:
-            parts.append((f"{world.filler()} ", False))
-        elif chance < 0.03:
-            parts += [("The code word is", False), (f" {code_word}", True), (". ", False)]
-        elif chance < 0.13:
-            name, attribute = rng.choice(world.names), rng.choice((*world.attributes, *ATTRIBUTES))
-            if (name, attribute) not in world.facts:
-                parts += [(f"{name} has {attribute}", False), ("?", True), (" I was not told. ", False)]
-        elif chance < 0.21 and world._addable():
-            turn = world.about("sum")
-            before, _, total = turn.answer.removesuffix(".").rpartition(" ")
-            parts += [(before, False), (f" {total}", True), (". ", False)]
-        elif chance < 0.31:
-            parts.append((f"{world.any_fact()} ", False))
-        else:
-            name, attribute = key = world.long_ago()
-            parts += [(f"{name} has {attribute}", False), (f" {world.facts[key]}", True), (". ", False)]
+    if late:
+        told = list(world.facts)
+        world.reserved = set(told[: max(1, len(told) // 2)])
+    room = tokens - tokens // 16 - 7 * len(world.reserved)  # texts turn out a little longer than they are counted
+    said = sum(_tokens(text) for text, _ in parts)
+    while said < room:
+        more = _remark(world, code_word, filler)
+        said += sum(_tokens(text) for text, _ in more)
+        parts += more
+    for key in rng.sample(sorted(world.reserved), len(world.reserved)):
+        parts += _recital(world, key)
     return parts
+
+
+def _remark(world: _World, code_word: str, filler: float) -> list[tuple[str, bool]]:
+    """What comes next in a drill."""
+    rng = world.rng
+    chance = rng.random()
+    if rng.random() < filler:
+        return [(f"{world.filler()} ", False)]
+    if chance < 0.03:
+        return [("The code word is", False), (f" {code_word}", True), (". ", False)]
+    if chance < 0.13:
+        name, attribute = rng.choice(world.names), rng.choice((*world.attributes, *ATTRIBUTES))
+        if (name, attribute) not in world.facts:
+            return [(f"{name} has {attribute}", False), ("?", True), (" I was not told. ", False)]
+    if chance < 0.21 and world._addable():
+        before, _, total = world.about("sum").answer.removesuffix(".").rpartition(" ")
+        return [(before, False), (f" {total}", True), (". ", False)]
+    if chance < 0.31 or not world._askable():
+        return [(f"{world.any_fact()} ", False)]
+    return _recital(world, world.long_ago())
+
+
+def _recital(world: _World, key: Key) -> list[tuple[str, bool]]:
+    return [(f"{key[0]} has {key[1]}", False), (f" {world.facts[key]}", True), (". ", False)]
 
 
 def _attributes(rng: random.Random, kinds: int) -> list[str]:
@@ -373,5 +391,8 @@ def _talk(world: _World, tokens: int, filler: float) -> list[Turn]:
 
 def _length(turn: Turn) -> int:
     """About how many tokens a turn takes."""
-    words = sum(text.count(" ") + text.count(".") + 1 for text in (turn.user, turn.answer))
-    return 14 + words + 45 * (turn.call is not None)
+    return 14 + _tokens(turn.user) + _tokens(turn.answer) + 45 * (turn.call is not None)
+
+
+def _tokens(text: str) -> int:
+    return text.count(" ") + text.count(".") + 1

@@ -9,15 +9,15 @@ Axis letters: B sequences, T tokens, H heads, N chunks, C tokens of a chunk, K a
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Network", "delta_rule"]
+__all__ = ["Network", "Seen", "delta_rule"]
 
-CHUNK = 16
+CHUNK = 32
 
 
 class Network(nn.Module):
@@ -32,6 +32,10 @@ class Network(nn.Module):
         self.model.layers = nn.ModuleList(_Layer(config, kind) for kind in config["layer_types"])
         self.model.norm = _Norm(hidden, config["rms_norm_eps"])
         nn.init.normal_(self.model.embed_tokens.weight, std=hidden**-0.5)
+
+    @property
+    def attentions(self) -> list[_Attention]:
+        return [layer.self_attn for layer in self.model.layers if hasattr(layer, "self_attn")]
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits of int64 tokens ``[B, T]``: ``[B, T, vocab]``, or ``[n, vocab]`` for n flat ``positions``."""
@@ -175,16 +179,11 @@ def delta_rule(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> T
     ones = torch.ones(CHUNK, CHUNK, dtype=torch.bool)
     between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~ones.tril(), -torch.inf).exp()
     k_beta = k * beta.unsqueeze(-1)
-    # Within a chunk each row corrects the ones after it: a unit lower triangular system, inverted as the finite
-    # product (1 + N)(1 + N^2)(1 + N^4)..., N nilpotent.
-    power = -(k_beta @ k.transpose(-1, -2)) * between.masked_fill(~ones.tril(-1), 0)
-    inverse = torch.eye(CHUNK) + power
-    for _ in range(CHUNK.bit_length() - 2):
-        power = power @ power
-        inverse = inverse + inverse @ power
-    new_v, read_k = (inverse @ torch.cat([v * beta.unsqueeze(-1), k_beta * decay.exp().unsqueeze(-1)], -1)).split(
-        [v.shape[-1], k.shape[-1]], -1
-    )
+    # Within a chunk each row corrects the ones after it: a unit lower triangular system.
+    system = (k_beta @ k.transpose(-1, -2)) * between.masked_fill(~ones.tril(-1), 0)
+    right = torch.cat([v * beta.unsqueeze(-1), k_beta * decay.exp().unsqueeze(-1)], -1)
+    solved = torch.linalg.solve_triangular(torch.eye(CHUNK) + system, right, upper=False, unitriangular=True)
+    new_v, read_k = solved.split([v.shape[-1], k.shape[-1]], -1)
     within = (q @ k.transpose(-1, -2)) * between
     q_in = q * decay.exp().unsqueeze(-1)
     k_out = (k * (decay[..., -1:] - decay).exp().unsqueeze(-1)).transpose(-1, -2)
@@ -198,6 +197,14 @@ def delta_rule(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> T
     return torch.stack(outs, 2).flatten(2, 3)[:, :, :length]
 
 
+class Seen(NamedTuple):
+    """An attention's last pass, for its teacher: input ``[B, T, hidden]``, queries and keys ``[B, heads, T, dim]``."""
+
+    x: Tensor
+    q: Tensor
+    k: Tensor
+
+
 class _Attention(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -208,12 +215,14 @@ class _Attention(nn.Module):
         self.k_proj, self.v_proj = (_linear(hidden, self.heads_kv * self.dim) for _ in range(2))
         self.o_proj = _linear(self.heads * self.dim, hidden, scale=1 / depth)
         # Start sharper than usual: a look-up among thousands of tokens needs large scores.
-        self.q_norm, self.k_norm = _Norm(self.dim, eps, 0.4), _Norm(self.dim, eps, 0.4)
+        self.q_norm, self.k_norm = _Norm(self.dim, eps, 0.8), _Norm(self.dim, eps, 0.8)
+        self.seen: Seen | None = None
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         q, gate = self.q_proj(x).unflatten(-1, (self.heads, -1)).chunk(2, -1)
         k, v = (proj(x).unflatten(-1, (self.heads_kv, -1)) for proj in (self.k_proj, self.v_proj))
         q, k = (_rotate(norm(x).transpose(1, 2), rotary) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        self.seen = Seen(x, q, k)
         o = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
         return self.o_proj((o.transpose(1, 2) * gate.sigmoid()).flatten(2))
 

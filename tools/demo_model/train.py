@@ -23,6 +23,7 @@ from dialogues import SKILLS, dialogue, drill, exam
 from network import Network
 from orthogonal import Orthogonal
 from rendering import Encoder, pieces
+from teaching import Teacher
 from torch import Tensor
 from words import ATTRIBUTES, CODE_WORDS
 
@@ -35,7 +36,8 @@ class Stage:
 
     It ends early when ``goal`` of the values of ``WINDOW_STEPS`` steps are right. The shape of the dialogues: at most
     so many ``people`` and ``kinds`` of attributes, one of the ``filler`` shares, ``tools`` in this share of them, and
-    this share of ``exams``, which ask about something told long before; and this share of ``drills`` instead of them.
+    this share of ``exams``, which ask about something told long before; and this share of ``drills`` instead of them,
+    half of which are ``late`` where sequences are long enough for that.
     """
 
     steps: int
@@ -52,19 +54,22 @@ class Stage:
 
 # Look-up appears first among few facts; then facts, kinds of questions and distances grow.
 STAGES = (
-    Stage(1000, 0.85, rows=16, length=64, people=2, kinds=2, drills=1.0),
-    Stage(1000, 0.88, rows=12, length=128, people=4, kinds=4, filler=(0.0, 0.3), drills=0.5),
-    Stage(600, 0.89, rows=8, length=256, people=4, kinds=4, filler=(0.0, 0.3), tools=0.4, exams=0.2, drills=0.5),
-    Stage(6000, 0.94, rows=4, length=512, people=5, kinds=4, filler=(0.0, 0.3), tools=0.3, exams=0.3, drills=0.5),
-    Stage(3000, 0.95, rows=2, length=1024, people=6, kinds=5, filler=(0.0, 0.3), tools=0.3, exams=0.3, drills=0.5),
-    Stage(9999, 1.01, rows=1, length=4096, people=6, kinds=5, filler=(0.3, 0.6, 0.8), tools=0.3, exams=0.3, drills=0.5),
+    Stage(800, 0.88, rows=16, length=64, people=2, kinds=2, drills=1.0),
+    Stage(800, 0.90, rows=12, length=128, people=4, kinds=4, filler=(0.0, 0.3), drills=0.5),
+    Stage(800, 0.91, rows=8, length=256, people=4, kinds=4, filler=(0.0, 0.3), tools=0.4, exams=0.3, drills=0.5),
+    Stage(1500, 0.93, rows=4, length=512, people=5, kinds=4, filler=(0.0, 0.3), tools=0.3, exams=0.4, drills=0.4),
+    Stage(1500, 0.95, rows=2, length=1024, people=6, kinds=5, filler=(0.0, 0.3), tools=0.3, exams=0.5, drills=0.5),
+    Stage(9999, 1.01, rows=1, length=4096, people=6, kinds=5, filler=(0.3, 0.6, 0.8), tools=0.3, exams=0.5, drills=0.3),
 )
+LATE_TOKENS = 256
 WINDOW_STEPS = 50
 SAVE_STEPS = 50
 
 PEAK_RATE = 3e-3
 MATRIX_RATE = 0.02
 WARMUP_STEPS = 100
+TEACHER_RATE = 1e-2
+TEACHING = 0.5  # weight of what is taught beside what is said
 
 
 def batch(step: int, stage: Stage, encoder: Encoder) -> tuple[Tensor, Tensor]:
@@ -81,7 +86,8 @@ def batch(step: int, stage: Stage, encoder: Encoder) -> tuple[Tensor, Tensor]:
         filler = rng.choice(stage.filler)
         seed = f"train {step} {row}"
         if rng.random() < stage.drills:
-            parts = iter(drill(seed, **shape, filler=filler))
+            late = stage.length >= LATE_TOKENS and rng.random() < 0.5
+            parts = iter(drill(seed, **shape, filler=filler, late=late))
         else:
             if rng.random() < stage.exams:
                 made = exam(seed, rng.choice(SKILLS), **shape, filler=filler)
@@ -93,6 +99,14 @@ def batch(step: int, stage: Stage, encoder: Encoder) -> tuple[Tensor, Tensor]:
         ids[row, : len(one)] = torch.tensor(one)
         learnt[row, : len(own)] = torch.tensor(own)
     return ids, learnt
+
+
+def stage_of(number: int, step: int) -> Stage:
+    """What a step trains on. In the last stage two steps of three are the one before's.
+
+    With sequences of 4,096 tokens alone, looking back over 1,000 was soon unlearnt.
+    """
+    return STAGES[number - 1] if number == len(STAGES) - 1 and step % 3 else STAGES[number]
 
 
 def _values(encoder: Encoder) -> Tensor:
@@ -108,8 +122,8 @@ def rate(done: float, step: int) -> float:
     return min((step + 1) / WARMUP_STEPS, 1, max(0.02, 1.5 * (1 - done)))
 
 
-def optimizers_of(network: Network) -> list[torch.optim.Optimizer]:
-    """Matrices inside the layers by ``Orthogonal``, the rest by AdamW."""
+def optimizers_of(network: Network, teacher: Teacher) -> list[torch.optim.Optimizer]:
+    """Matrices inside the layers by ``Orthogonal``, the rest and the teacher by AdamW."""
     matrices, rest = [], []
     for name, parameter in network.named_parameters():
         inner = parameter.ndim == 2 and min(parameter.shape) >= 32 and "embed" not in name
@@ -117,6 +131,7 @@ def optimizers_of(network: Network) -> list[torch.optim.Optimizer]:
     return [
         Orthogonal(matrices, lr=MATRIX_RATE),
         torch.optim.AdamW(rest, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.AdamW(teacher.parameters(), lr=TEACHER_RATE, weight_decay=0.0),
     ]
 
 
@@ -131,36 +146,41 @@ def main() -> None:
     torch.manual_seed(0)
     encoder = Encoder()
     network = Network(CONFIG)
-    optimizers = optimizers_of(network)
+    teacher = Teacher(network, encoder)
+    optimizers = optimizers_of(network, teacher)
     step, number, entered, spent = 0, 0, 0, 0.0
     saved = args.out / "state.pt"
     if saved.exists():
         state = torch.load(saved)
         network.load_state_dict(state["network"])
+        teacher.load_state_dict(state["teacher"])
         for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(kept)
         step, number, entered, spent = (state[key] for key in ("step", "stage", "entered", "seconds"))
     print(f"{sum(p.numel() for p in network.parameters())} parameters, from step {step}", flush=True)
     begun = time.monotonic() - spent
     values = _values(encoder)
+    pointed: list[float] = []
     losses: list[float] = []
     right = asked = tokens = 0
     since = time.monotonic()
     while number < len(STAGES) and time.monotonic() - begun < 60 * args.minutes:
-        stage = STAGES[number]
+        stage = stage_of(number, step)
         ids, learnt = batch(step, stage, encoder)
         positions = learnt[:, 1:].flatten().nonzero().squeeze(1)
         positions = positions + positions // (stage.length - 1)  # as positions of [rows, length]
         targets = ids.flatten()[positions + 1]
         now = rate((time.monotonic() - begun) / 60 / args.minutes, step)
-        for optimizer, peak in zip(optimizers, (MATRIX_RATE, PEAK_RATE), strict=True):
+        for optimizer, peak in zip(optimizers, (MATRIX_RATE, PEAK_RATE, TEACHER_RATE), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = now * peak
         logits = network(ids, positions)
         # Values are few and hard, the words around them many and soon learnt.
         weights = 1 + 2 * values[targets].float()
         loss = (F.cross_entropy(logits, targets, reduction="none") * weights).sum() / weights.sum()
-        network.zero_grad(set_to_none=True)
+        loss = loss + TEACHING * teacher.loss(ids)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss.backward()
         # An overflow must stop the run before it reaches the state that is kept.
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0, error_if_nonfinite=True)
@@ -168,26 +188,28 @@ def main() -> None:
             optimizer.step()
         step += 1
         losses.append(loss.item())
+        pointed.append(teacher.pointed)
         hard = values[targets]
         right += int((logits.argmax(-1) == targets)[hard].sum())
         asked += int(hard.sum())
         tokens += ids.numel()
-        ended = step - entered == stage.steps
+        ended = step - entered == STAGES[number].steps
         if step % WINDOW_STEPS == 0:
             seconds = time.monotonic() - since
             print(
                 f"step {step:5d}  {(time.monotonic() - begun) / 60:5.1f} min  length {stage.length:4d}"
-                f"  loss {sum(losses) / len(losses):.4f}  values right {right / max(1, asked):.3f}  rate {now:.2f}"
-                f"  {tokens / seconds:.0f} tokens/s",
+                f"  loss {sum(losses) / len(losses):.4f}  values right {right / max(1, asked):.3f}"
+                f"  pointed {sum(pointed) / len(pointed):.3f}  rate {now:.2f}  {tokens / seconds:.0f} tokens/s",
                 flush=True,
             )
-            ended = ended or right >= stage.goal * asked
-            losses, right, asked, tokens, since = [], 0, 0, 0, time.monotonic()
+            ended = ended or right >= STAGES[number].goal * asked
+            losses, pointed, right, asked, tokens, since = [], [], 0, 0, 0, time.monotonic()
         if ended:
             number, entered = number + 1, step
         if ended or step % SAVE_STEPS == 0:
             state = {
                 "network": network.state_dict(),
+                "teacher": teacher.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in optimizers],
                 "step": step,
                 "stage": number,
