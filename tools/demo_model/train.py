@@ -37,7 +37,7 @@ class Stage:
     It ends early when ``goal`` of the values of ``WINDOW_STEPS`` steps are right. The shape of the dialogues: at most
     so many ``people`` and ``kinds`` of attributes, one of the ``filler`` shares, ``tools`` in this share of them, and
     this share of ``exams``, which ask about something told long before; and this share of ``drills`` instead of them,
-    half of which are ``late`` where sequences are long enough for that.
+    of which this share is ``late``.
     """
 
     steps: int
@@ -50,18 +50,18 @@ class Stage:
     tools: float = 0.0
     exams: float = 0.0
     drills: float = 0.0
+    late: float = 0.0
 
 
 # Look-up appears first among few facts; then facts, kinds of questions and distances grow.
 STAGES = (
-    Stage(800, 0.88, rows=16, length=64, people=2, kinds=2, drills=1.0),
-    Stage(800, 0.90, rows=12, length=128, people=4, kinds=4, filler=(0.0, 0.3), drills=0.5),
-    Stage(800, 0.91, rows=8, length=256, people=4, kinds=4, filler=(0.0, 0.3), tools=0.4, exams=0.3, drills=0.5),
-    Stage(1500, 0.93, rows=4, length=512, people=5, kinds=4, filler=(0.0, 0.3), tools=0.3, exams=0.4, drills=0.4),
-    Stage(1500, 0.95, rows=2, length=1024, people=6, kinds=5, filler=(0.0, 0.3), tools=0.3, exams=0.5, drills=0.5),
-    Stage(9999, 1.01, rows=1, length=4096, people=6, kinds=5, filler=(0.3, 0.6, 0.8), tools=0.3, exams=0.5, drills=0.3),
+    Stage(800, 0.88, 16, 64, people=2, kinds=2, drills=1.0),
+    Stage(800, 0.90, 12, 128, people=4, kinds=4, filler=(0.0, 0.3), drills=0.5),
+    Stage(800, 0.91, 8, 256, people=4, kinds=4, filler=(0.0, 0.3), tools=0.4, exams=0.3, drills=0.5, late=0.5),
+    Stage(1500, 0.93, 4, 512, people=5, kinds=4, filler=(0.0, 0.3), tools=0.3, exams=0.4, drills=0.4, late=0.5),
+    Stage(1500, 0.95, 2, 1024, people=6, kinds=5, filler=(0.0, 0.3, 0.6), tools=0.3, exams=0.8, drills=0.6, late=0.9),
+    Stage(9999, 1.01, 1, 4096, people=6, kinds=5, filler=(0.3, 0.6, 0.8), tools=0.3, exams=0.8, drills=0.6, late=0.9),
 )
-LATE_TOKENS = 256
 WINDOW_STEPS = 50
 SAVE_STEPS = 50
 
@@ -86,8 +86,7 @@ def batch(step: int, stage: Stage, encoder: Encoder) -> tuple[Tensor, Tensor]:
         filler = rng.choice(stage.filler)
         seed = f"train {step} {row}"
         if rng.random() < stage.drills:
-            late = stage.length >= LATE_TOKENS and rng.random() < 0.5
-            parts = iter(drill(seed, **shape, filler=filler, late=late))
+            parts = iter(drill(seed, **shape, filler=filler, late=rng.random() < stage.late))
         else:
             if rng.random() < stage.exams:
                 made = exam(seed, rng.choice(SKILLS), **shape, filler=filler)
