@@ -151,7 +151,7 @@ def test_log_probabilities_of_a_completion(client: OpenAI) -> None:
     assert whole.tokens is not None
     for token, drawn, top in zip(whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True):
         assert drawn == max(top.values()) == top[token] <= 0
-        assert sum(math.exp(value) for value in top.values()) <= 1
+        assert sum(math.exp(value) for value in top.values()) <= 1 + 1e-6  # rounded to fp32
     streamed: list[float] = []
     for chunk in client.completions.create(logprobs=3, stream=True, **options):
         if chunk.choices[0].logprobs is not None:
