@@ -90,7 +90,7 @@ def _checked_depth(core: Core, lease: Lease, frontier: int, slot: int, tail: byt
     if frontier <= lease._resume_frontier:
         resumed = lease._resume_frontier
         raise InvalidArgument(f"publish: frontier must lie above {resumed}, the resume point, got {frontier}")
-    depth = (frontier - geometry.lag) // geometry.block_tokens
+    depth = geometry.depth(frontier)
     if depth > hold.depth:
         raise InvalidArgument(f"publish: {frontier} tokens need {depth} committed blocks, got {hold.depth}")
     expected = frontier - depth * geometry.block_tokens

@@ -154,9 +154,9 @@ class Worth:
             given.slabs.extend(snapshot.slabs)
         if snapshot.tail_pages is not None:
             core.device.take_tail(snapshot, given)
-        for entry in (snapshot.slot_queued, snapshot.host_queued, snapshot.tail_queued):
-            if entry is not None:
-                entry[2] = None
+        kill(snapshot.slot_queued)
+        kill(snapshot.host_queued)
+        kill(snapshot.tail_queued)
         if snapshot.companion is not None:
             snapshot.companion.successor = None
             snapshot.companion = None
