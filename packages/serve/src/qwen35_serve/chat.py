@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from qwen35_engine import Engine, GenerationRequest, TapHints
 
 from .answer import AnswerParser, CalledTool, Content, Delta, Thinking
 from .errors import ServeError, require_model
-from .generation import REQUEST_ID, End, Generation, sampling_of, unless_client_leaves
+from .generation import End, Generation, respond, sampling_of
 from .schema import ChatRequest, parse_chat_request
 from .shapes import head, sse, usage_body
 from .text import ChatPrompt, ChatText
@@ -68,12 +68,8 @@ class ChatService:
         request, prompt = await asyncio.to_thread(self._prepare, body)
         answer = _Answer(self._engine, self._text, request, prompt)
         await answer.generation.start()
-        headers = {REQUEST_ID: answer.generation.request_id}
-        if request.stream:
-            return StreamingResponse(self._stream(request, answer), media_type="text/event-stream", headers=headers)
-        response = await unless_client_leaves(http, answer.generation, lambda: self._whole(answer))
-        response.headers.update(headers)
-        return response
+        events = self._stream(request, answer) if request.stream else None
+        return await respond(http, answer.generation, events=events, whole=lambda: self._whole(answer))
 
     def _prepare(self, body: bytes) -> tuple[ChatRequest, ChatPrompt]:
         request = parse_chat_request(body)

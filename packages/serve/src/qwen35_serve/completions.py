@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from qwen35_engine import Engine, GenerationRequest
 
 from .errors import ServeError, require_model
-from .generation import REQUEST_ID, End, Generation, Piece, sampling_of, unless_client_leaves
+from .generation import End, Generation, Piece, respond, sampling_of
 from .schema import CompletionRequest, parse_completion_request
 from .shapes import head, sse, usage_body
 from .text import ChatText
@@ -49,12 +49,8 @@ class CompletionService:
             stops=request.stop or (),
         )
         await generation.start()
-        headers = {REQUEST_ID: generation.request_id}
-        if request.stream:
-            return StreamingResponse(self._stream(request, generation), media_type="text/event-stream", headers=headers)
-        response = await unless_client_leaves(http, generation, lambda: self._whole(request, generation))
-        response.headers.update(headers)
-        return response
+        events = self._stream(request, generation) if request.stream else None
+        return await respond(http, generation, events=events, whole=lambda: self._whole(request, generation))
 
     def _prepare(self, body: bytes) -> tuple[CompletionRequest, list[int]]:
         request = parse_completion_request(body)

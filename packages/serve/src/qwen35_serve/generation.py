@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from qwen35_engine import (
     Engine,
@@ -29,10 +29,7 @@ from .errors import ServeError, Unavailable, from_engine
 from .schema import SamplingFields
 from .text import StopStrings, TokenDecoder
 
-__all__ = ["REQUEST_ID", "End", "Generation", "Piece", "sampling_of", "unless_client_leaves"]
-
-REQUEST_ID = "x-request-id"
-"""The header of every answer that has the number under which the request log knows it."""
+__all__ = ["End", "Generation", "Piece", "respond", "sampling_of"]
 
 
 @dataclass(frozen=True)
@@ -84,10 +81,10 @@ class Generation:
             raise from_engine(error) from error
 
     @property
-    def request_id(self) -> str:
+    def request_id(self) -> int:
         """The engine's number for it, once started."""
         assert self._stream is not None
-        return str(self._stream.request_id)
+        return self._stream.request_id
 
     def cancel(self) -> None:
         if self._stream is not None:
@@ -129,7 +126,25 @@ class Generation:
         return reason
 
 
-async def unless_client_leaves(
+async def respond(
+    http: Request,
+    generation: Generation,
+    *,
+    events: AsyncIterator[str] | None,
+    whole: Callable[[], Awaitable[Response]],
+) -> Response:
+    """What a started generation is answered with: server-sent ``events``, or where there are none the ``whole``. Its
+    ``x-request-id`` is the number under which the request log knows it."""
+    response: Response
+    if events is not None:
+        response = StreamingResponse(events, media_type="text/event-stream")
+    else:
+        response = await _unless_client_leaves(http, generation, whole)
+    response.headers["x-request-id"] = str(generation.request_id)
+    return response
+
+
+async def _unless_client_leaves(
     http: Request, generation: Generation, collect: Callable[[], Awaitable[Response]]
 ) -> Response:
     """The collected answer; when the client goes away before it is there, the request is cancelled."""
