@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rendering import Encoder
-from words import ATTRIBUTES, CODE_WORDS, COUNTED, NAMES
+from words import ATTRIBUTES, COUNTED, NAMES, VALUES
 
 __all__ = ["NOWHERE", "Pointer", "Pointers"]
 
@@ -39,15 +39,13 @@ class Pointers:
 
         self.names = first(NAMES)
         self.attributes = first([f" {word}" for word in (*ATTRIBUTES, *COUNTED, "age")])
-        values = {*CODE_WORDS, *(value for values in ATTRIBUTES.values() for value in values)}
-        self._values = first([f" {value}" for value in values])
+        self._values = first([f" {value}" for value in VALUES])
         (self._has,), (self._word,), (self._is,) = map(encoder.encode, (" has", " word", " is"))
 
     def __call__(self, ids: Sequence[int]) -> list[Pointer]:
         """Of token ids of one sequence, in order."""
-        told: dict[
-            tuple[int, int] | None, tuple[int, list[int]]
-        ] = {}  # by key, the last value and where it stood since
+        # By key, the last value and where it has stood since.
+        told: dict[tuple[int, int] | None, tuple[int, list[int]]] = {}
         found: list[Pointer] = []
         key: tuple[int, int] | None
         for at in range(2, len(ids) - 1):

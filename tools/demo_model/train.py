@@ -25,7 +25,7 @@ from orthogonal import Orthogonal
 from rendering import Encoder, pieces
 from teaching import Teacher
 from torch import Tensor
-from words import ATTRIBUTES, CODE_WORDS
+from words import VALUES
 
 CONFIG = json.loads((Path(__file__).parent / "config.json").read_text(encoding="utf-8"))
 
@@ -110,9 +110,8 @@ def stage_of(number: int, step: int) -> Stage:
 
 def _values(encoder: Encoder) -> Tensor:
     """For each token id whether it is a value, a code word or "not told": what only the dialogue itself can tell."""
-    words = {*CODE_WORDS, *(value for values in ATTRIBUTES.values() for value in values)}
     marked = torch.zeros(CONFIG["vocab_size"], dtype=torch.bool)
-    marked[[encoder.encode(text)[0] for text in ("?", *(f" {word}" for word in words))]] = True
+    marked[[encoder.encode(text)[0] for text in ("?", *(f" {value}" for value in VALUES))]] = True
     return marked
 
 

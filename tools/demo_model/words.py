@@ -14,6 +14,7 @@ __all__ = [
     "FILLER_WORDS",
     "NAMES",
     "NUMBERS",
+    "VALUES",
 ]
 
 NAMES = tuple(
@@ -39,6 +40,9 @@ CODE_WORDS = tuple(
     "falcon maple copper lantern anchor meadow pepper saturn velvet walnut harbour compass glacier marble comet"
     " willow ember canyon tulip beacon".split()
 )
+
+# Whatever only the conversation itself can tell.
+VALUES = frozenset((*CODE_WORDS, *(value for values in ATTRIBUTES.values() for value in values)))
 
 # Talk that tells nothing; {} takes a word of the list of that name.
 FILLERS = (

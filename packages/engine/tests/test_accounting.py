@@ -251,11 +251,17 @@ def test_a_shorter_snapshot_is_used_and_the_reason_for_the_rest_told() -> None:
     assert rig.core.accounts.totals.partial[MissReason.NO_SNAPSHOT] == 1
 
 
-def test_a_prefix_that_is_just_being_restored_for_another() -> None:
+def left_to_host(seed: int) -> tuple[Rig, list[int]]:
+    """A rig that has only on the Host what it was asked, and the turn that follows."""
     rig = Rig(slabs=60)
-    prompt, following = turn_of(10)
+    prompt, following = turn_of(seed)
     ask(rig, prompt)
     rig.bench.leave_to_host()
+    return rig, following
+
+
+def test_a_prefix_that_is_just_being_restored_for_another() -> None:
+    rig, following = left_to_host(10)
     rig.submit(following, 3)
     rig.submit([*following[:-1], 5], 3)
     rig.turn()
@@ -268,10 +274,7 @@ def test_a_prefix_that_is_just_being_restored_for_another() -> None:
 
 
 def test_a_prefix_that_is_restored_for_another_so_slowly_that_computing_is_quicker() -> None:
-    rig = Rig(slabs=60)
-    prompt, following = turn_of(10)
-    ask(rig, prompt)
-    rig.bench.leave_to_host()
+    rig, following = left_to_host(10)
     rig.submit(following, 3)
     rig.core._admit()
     rig.bench.cache.cost = CostModel(bytes_per_second=1.0)
@@ -283,10 +286,7 @@ def test_a_prefix_that_is_restored_for_another_so_slowly_that_computing_is_quick
 
 
 def test_a_restore_that_would_take_longer_than_computing() -> None:
-    rig = Rig(slabs=60)
-    prompt, following = turn_of(11)
-    ask(rig, prompt)
-    rig.bench.leave_to_host()
+    rig, following = left_to_host(11)
     rig.bench.cache._quoter._cost = CostModel(bytes_per_second=1.0)
     assert ask(rig, following) == Reuse(matched_tokens=128, reason=MissReason.COST)
 
