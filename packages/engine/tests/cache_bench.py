@@ -156,10 +156,13 @@ class Bench:
         self.leave_to_host()
 
     def land_all(self) -> None:
-        """Everything on its way arrives and is settled."""
-        self.writes.land_all()
-        self.reads.land_all()
-        self.cache.poll()
+        """Everything on its way arrives and is settled, also what only starts when something else has arrived."""
+        while True:
+            self.writes.land_all()
+            self.reads.land_all()
+            self.cache.poll()
+            if self.cache._transfers is None or not len(self.cache._transfers):
+                break
 
     def leave_to_host(self) -> None:
         """What is on its way to the Host arrives, and the device loses everything."""

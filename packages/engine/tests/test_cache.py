@@ -242,6 +242,48 @@ def test_only_what_the_host_lacks_is_written() -> None:
     assert stats.written_bytes == (3 + 2) * page_bytes + 2 * image_bytes
 
 
+def test_an_endpoint_waits_for_copies_that_hold_every_snapshot_slot() -> None:
+    bench = Bench(lanes=2, snapshots=1, slabs=40)
+    one, two = list(range(150)), list(range(200, 340))
+    bench.run(one, finish=True)
+    bench.run(two, finish=True)  # the only slot is being read
+    stats = bench.cache.stats()
+    assert (stats.endpoints_skipped, stats.slots_free) == (0, 1)
+    # Both rows of the tables are free already; the slot of the second comes back with the copies.
+    third, fourth = [7] * 70, [8] * 70
+    lane = bench.run(third)
+    assert bench.admit(fourth) is None
+    bench.land_all()
+    other = bench.run(fourth)
+    bench.finish(lane, third)
+    bench.finish(other, fourth)
+    bench.land_all()
+    assert bench.cache.stats().endpoints_skipped == 0
+    for tokens in (one, two, third, fourth):
+        following = [*tokens, 5]
+        resumed = bench.admit(following)
+        assert resumed is not None
+        assert resumed.frontier == len(tokens)
+        bench.compute(resumed, following, len(tokens), len(following))
+        bench.abandon(resumed)
+    bench.check_nothing_is_lost()
+
+
+def test_an_endpoint_is_given_up_where_no_copy_would_make_room() -> None:
+    bench = Bench(lanes=2, snapshots=1, slabs=40)
+    tokens = list(range(150))
+    bench.run(tokens, finish=True)
+    bench.land_all()
+    following = [*tokens, 5]
+    pinning = bench.admit(following)  # holds the only snapshot
+    assert pinning is not None
+    other = [9] * 100
+    bench.run(other, finish=True)
+    assert bench.cache.stats().endpoints_skipped == 1
+    bench.abandon(pinning)
+    bench.check_nothing_is_lost()
+
+
 def test_what_is_written_is_the_caches_own_copy() -> None:
     """A duplicate page is the lane's and free once the lane has ended, while the batch is still on its way."""
     bench = Bench(slabs=60)

@@ -299,7 +299,7 @@ def test_the_queue_is_bounded(folder: Path) -> None:
         with pytest.raises(QueueFull, match="at most 2 requests may wait"):
             engine.submit(request([1, 2]))
         stats = engine.stats()
-        assert (stats.running, stats.waiting, stats.refused) == (1, 2, 1)
+        assert (stats.running, stats.waiting, stats.refused["queue_full"]) == (1, 2, 1)
         gate.open.set()
         for stream in streams:
             assert collect(stream)[0] == [3] * 4

@@ -201,7 +201,19 @@ def test_a_full_queue_is_counted() -> None:
             return sorted(answer.status_code for answer in answers)
 
         assert asyncio.run(two()) == [200, 429]
-        assert page(app)["queue"] == {"limit": 0, "waiting": 0, "refused": 1}
+        assert page(app)["queue"] == {"limit": 0, "waiting": 0}
+        assert page(app)["refused"] == {"queue_full": 1, "too_long": 0, "invalid": 0}
+
+
+def test_what_can_never_be_served_is_counted() -> None:
+    with served(max_context=128) as engine:
+        app = app_of(engine)
+        for prompt, status in ([1] * 128, 400), ([1] * 127, 200), ([1, 10**6], 400):
+            answer = send(app, "POST", COMPLETIONS, json={"model": "demo", "prompt": prompt, "max_tokens": 1})
+            assert answer.status_code == status, answer.text
+        shown = page(app)
+        assert shown["refused"] == {"queue_full": 0, "too_long": 1, "invalid": 1}
+        assert shown["requests"]["ended"] == 1
 
 
 def test_every_answer_says_under_which_number_the_log_has_it(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -21,7 +22,7 @@ from .cache import CacheStats, PrefixCache
 from .calibration import calibrate_model, remember
 from .checkpoint.config import LINEAR, ModelConfig, read_config
 from .core import Core
-from .errors import ContextLengthExceeded, RequestError
+from .errors import ContextLengthExceeded, EngineError, QueueFull, RequestError
 from .host import HostTier
 from .lane import Job
 from .ledger import Ledger, LedgerEntry, bytes_of, free_bytes
@@ -35,6 +36,11 @@ from .worker import Worker
 
 __all__ = ["Engine", "EngineStats"]
 
+_REFUSALS: dict[type[EngineError], str] = {
+    QueueFull: "queue_full",
+    ContextLengthExceeded: "too_long",
+    RequestError: "invalid",
+}
 _PROFILES = {torch.float32: KVProfile.FP32, torch.bfloat16: KVProfile.BF16}
 
 
@@ -42,14 +48,15 @@ _PROFILES = {torch.float32: KVProfile.FP32, torch.bfloat16: KVProfile.BF16}
 class EngineStats:
     """What runs, what waits, what ended requests add up to, the cache's gauges, and the index's gauges and counters.
 
-    Of those running, ``prefilling`` are still in their prompt. ``refused`` counts requests that found the queue full,
-    ``unheard`` reports that the engine's listener failed to take.
+    Of those running, ``prefilling`` are still in their prompt. ``refused`` counts what ``submit`` turned away, by reason:
+    ``queue_full``, ``too_long``, ``invalid``; no total has it. ``unheard`` counts reports that the engine's listener
+    failed to take.
     """
 
     running: int
     prefilling: int
     waiting: int
-    refused: int
+    refused: Mapping[str, int]
     totals: Totals
     unheard: int
     cache: CacheStats
@@ -138,6 +145,8 @@ class Engine:
             calibration=self._calibrated[1] if self._calibrated is not None else None,
         )
         self._ids = count(1)
+        self._refused = dict.fromkeys(_REFUSALS.values(), 0)
+        self._refusing = threading.Lock()
         self._worker = Worker(
             lambda on_end: Core(
                 model=self._model,
@@ -197,6 +206,14 @@ class Engine:
             QueueFull: too many requests wait.
             EngineClosed: the engine is closed.
         """
+        try:
+            return self._submit(request, notify)
+        except (RequestError, QueueFull) as error:
+            with self._refusing:
+                self._refused[_REFUSALS[type(error)]] += 1
+            raise
+
+    def _submit(self, request: GenerationRequest, notify: Callable[[], None] | None) -> TokenStream:
         tokens = self._checked_tokens(request.tokens)
         room = self.options.max_context - len(tokens)
         reuse = request.reuse and self.options.prefix_reuse
@@ -239,7 +256,7 @@ class Engine:
             running=worker.running,
             prefilling=worker.prefilling,
             waiting=worker.waiting,
-            refused=worker.refused,
+            refused=dict(self._refused),
             totals=worker.totals,
             unheard=worker.unheard,
             cache=self._cache.stats(),

@@ -27,7 +27,6 @@ class WorkerStats:
     running: int
     prefilling: int
     waiting: int
-    refused: int
     totals: Totals
     unheard: int
 
@@ -53,7 +52,6 @@ class Worker:
         self._inbox: deque[Job] = deque()
         self._cancelled: set[int] = set()
         self._open = 0
-        self._refused = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="qwen35-worker", daemon=True)
 
@@ -71,7 +69,6 @@ class Worker:
             if self._closing:
                 raise EngineClosed("the engine is closed")
             if self._open >= self._max_open:
-                self._refused += 1
                 raise QueueFull(f"at most {self._max_waiting} requests may wait, got one more")
             self._open += 1
             self._inbox.append(job)
@@ -105,7 +102,6 @@ class Worker:
                 running=running,
                 prefilling=min(prefilling, running),
                 waiting=max(0, self._open - running),
-                refused=self._refused,
                 totals=accounts.totals,
                 unheard=accounts.unheard,
             )

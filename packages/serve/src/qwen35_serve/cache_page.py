@@ -21,7 +21,8 @@ def cache_page(engine: Engine, request_log: RequestLog | None) -> dict[str, Any]
             "prefilling": stats.prefilling,
             "decoding": stats.running - stats.prefilling,
         },
-        "queue": {"limit": options.max_pending, "waiting": stats.waiting, "refused": stats.refused},
+        "queue": {"limit": options.max_pending, "waiting": stats.waiting},
+        "refused": dict(stats.refused),
         "device": _device(cache, index, snapshot_limit=options.snapshot_slots),
         "host": _host(cache, index),
         "snapshots": {

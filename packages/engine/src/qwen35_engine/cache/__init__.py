@@ -91,6 +91,7 @@ class PrefixCache:
             context_blocks=context_blocks,
         )
         self._publisher = Publisher(memory, self.index, self._space)
+        self._endpoints_skipped = 0
         self._backup: Backup | None = None
         self._prefetch: Prefetch | None = None
         if host is not None and self._transfers is not None and restorer is not None:
@@ -177,14 +178,31 @@ class PrefixCache:
         self._publisher.drop_taps(taps)
 
     def finish(self, lane: LaneMemory, tokens: array[int], computed: int) -> None:
-        """End a sequence whose first ``computed`` tokens are sound: its slot becomes a snapshot, its blocks stay."""
+        """End a sequence whose first ``computed`` tokens are sound: its slot becomes a snapshot, its blocks stay.
+
+        Where copies to the Host still read every slot that could make room, the snapshot waits for them in the lane's
+        own slot.
+        """
+        self._admission.retire(lane)
         self._publisher.commit(lane, tokens, computed)
-        self._publisher.publish_endpoint(lane, tokens, computed)
-        self.abandon(lane)
+        self._end_with_snapshot(lane, tokens, computed)
+
+    def _end_with_snapshot(self, lane: LaneMemory, tokens: array[int], computed: int) -> None:
+        if not self._publisher.publish_endpoint(lane, tokens, computed):
+            in_the_way = None if self._backup is None else self._backup.reading_slots()
+            if in_the_way is not None and self._transfers is not None:
+                self._transfers.afterwards(in_the_way, lambda: self._end_with_snapshot(lane, tokens, computed))
+                return
+            self._endpoints_skipped += 1
+        self._write_and_let_go(lane)
 
     def abandon(self, lane: LaneMemory) -> None:
         """End a sequence without a snapshot at its end. What it committed before stays reusable; one of which no pass
         has succeeded leaves recency and hits as if it had never been."""
+        self._admission.retire(lane)
+        self._write_and_let_go(lane)
+
+    def _write_and_let_go(self, lane: LaneMemory) -> None:
         if self._backup is not None and lane.activated:
             self._backup.write_through(lane)
         self._let_go(lane)
@@ -198,6 +216,7 @@ class PrefixCache:
         """
         self.drain()
         for lane in lanes:
+            self._admission.retire(lane)
             self._let_go(lane)
         self._space.reclaim(self.index.clear())
         self._space.require_all_free()
@@ -220,7 +239,7 @@ class PrefixCache:
             slots_free=len(self._space.slots),
             slots_total=self._space.slots.capacity,
             snapshot_slots_used=self._space.snapshot_slots,
-            endpoints_skipped=self._publisher.endpoints_skipped,
+            endpoints_skipped=self._endpoints_skipped,
             prefetched_blocks=self._prefetch.blocks if self._prefetch is not None else 0,
             host=self._host.stats() if self._host is not None else None,
         )

@@ -43,7 +43,7 @@ class Admission:
         self._space = space
         self._restorer = restorer
         self._transfers = transfers
-        self._rows = list(range(max_concurrency))
+        self._rows = set(range(max_concurrency))
         self.block_tables: Tensor = torch.zeros(
             (max_concurrency, context_blocks), dtype=torch.int64, device=memory.pages.device
         )
@@ -107,7 +107,7 @@ class Admission:
         if lease is None or lease.snapshot is None:
             self._memory.clear_state(slot)
         row = self._rows.pop()
-        undo.callback(self._rows.append, row)
+        undo.callback(self._rows.add, row)
         lane = LaneMemory(
             row=row,
             slot=slot,
@@ -135,9 +135,12 @@ class Admission:
         self._write_table(lane, begin)
         return True
 
+    def retire(self, lane: LaneMemory) -> None:
+        """Take the row back of a lane that computes no more; a second time changes nothing."""
+        self._rows.add(lane.row)
+
     def end(self, lane: LaneMemory) -> None:
-        """Take the lane's row, pages and slot back; those a restore still writes to, when it has landed."""
-        self._rows.append(lane.row)
+        """Take the lane's pages and slot back; those a restore still writes to, when it has landed."""
         pages, slot = sorted(lane.private), lane.slot
 
         def give_back() -> None:

@@ -6,11 +6,13 @@ Afterwards a device eviction loses nothing. Blocks come first, since no snapshot
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import cast
 
 from prefix_index import PrefixIndex, Tier
 from prefix_index import Ticket as Fill
 from qwen35_kernels import BLOCK_TOKENS
+from slab_pool import Ticket
 
 from ..host import HostTier, Image, Tail
 from .lane import LaneMemory
@@ -28,6 +30,13 @@ class Backup:
         self._space = space
         self._host = host
         self._transfers = transfers
+        self._with_images: deque[Ticket] = deque()
+
+    def reading_slots(self) -> Ticket | None:
+        """The first batch on its way that reads snapshots' slots. Once it has landed these can be given up."""
+        while self._with_images and not self._transfers.on_its_way(self._with_images[0]):
+            self._with_images.popleft()
+        return self._with_images[0] if self._with_images else None
 
     def write_through(self, lane: LaneMemory) -> None:
         """Start the batch; the lane's lease is still held."""
@@ -55,8 +64,12 @@ class Backup:
             fills.append(self._index.begin_fill(snapshot, Tier.HOST, taken))
             images.append(Image(copies.slot, taken[: self._host.image_slabs]))
             tails += [Tail(page, taken[-1]) for page in copies.tail_pages]
-        if fills:
-            self._transfers.add(self._host.write(pages, slabs, images, tails), fills)
+        if not fills:
+            return
+        ticket = self._host.write(pages, slabs, images, tails)
+        self._transfers.add(ticket, fills)
+        if images:
+            self._with_images.append(ticket)
 
     def _blocks(self, lane: LaneMemory) -> tuple[list[Fill], tuple[int, ...], tuple[int, ...]]:
         """From the first block without a Host copy on, as far as slabs go."""

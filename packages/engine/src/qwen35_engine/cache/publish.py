@@ -27,13 +27,12 @@ class Tap:
 
 
 class Publisher:
-    """Commits blocks and publishes snapshots; counts what found no room."""
+    """Commits blocks and publishes snapshots."""
 
     def __init__(self, memory: DeviceMemory, index: PrefixIndex, space: Space) -> None:
         self._memory = memory
         self._index = index
         self._space = space
-        self.endpoints_skipped = 0
 
     def commit(self, lane: LaneMemory, tokens: array[int], computed: int) -> None:
         """A pass has reached ``computed`` tokens: hand every block that they fill to the index."""
@@ -88,15 +87,18 @@ class Publisher:
         for tap in taps:
             self._space.drop_snapshot_slot(tap.slot)
 
-    def publish_endpoint(self, lane: LaneMemory, tokens: array[int], computed: int) -> None:
-        """Turn the lane's slot into the snapshot at its end, and its partial page into the tail; nothing is copied."""
+    def publish_endpoint(self, lane: LaneMemory, tokens: array[int], computed: int) -> bool:
+        """Turn the lane's slot into the snapshot at its end, and its partial page into the tail; nothing is copied.
+
+        Returns:
+            Whether there was room for one more snapshot, if it takes one.
+        """
         if lane.lease is None or computed <= lane.frontier:
-            return
+            return True
         # What this lineage leaves behind goes first, so that its slot need not come from another conversation.
         self._index.supersede(lane.lease, computed)
         if not self._space.claim_snapshot_slot(lane.lease, computed):
-            self.endpoints_skipped += 1
-            return
+            return False
         first = computed // BLOCK_TOKENS
         tail = tokens[first * BLOCK_TOKENS : computed]
         tail_pages = [lane.pages[first]] if tail else []
@@ -104,6 +106,7 @@ class Publisher:
             lane.private.difference_update(tail_pages)
             self._space.snapshot_slots += 1
             lane.slot = 0
+        return True
 
     def _publish(
         self, lane: LaneMemory, frontier: int, slot: int, tail: array[int], tail_pages: list[int], kind: SnapshotKind

@@ -35,6 +35,10 @@ class Transfers:
         if guard is not None:
             self._guards[ticket] = guard
 
+    def on_its_way(self, ticket: Ticket) -> bool:
+        """Whether the batch has yet to be settled."""
+        return ticket in self._fills
+
     def afterwards(self, ticket: Ticket, action: Callable[[], None]) -> None:
         """Run ``action`` once the batch has landed: a destination is free only when nothing writes to it any more."""
         self._afterwards.setdefault(ticket, []).append(action)
@@ -51,9 +55,10 @@ class Transfers:
             self._settle(ticket)
 
     def drain(self) -> None:
-        """Wait for everything and settle it."""
-        self._host.drain()
-        self.poll()
+        """Wait for everything and settle it, also what is started by settling."""
+        while self._fills:
+            self._host.drain()
+            self.poll()
 
     def _settle(self, ticket: Ticket) -> None:
         if ticket.direction is Direction.HOST_TO_DEVICE:
