@@ -48,9 +48,9 @@ _PROFILES = {torch.float32: KVProfile.FP32, torch.bfloat16: KVProfile.BF16}
 class EngineStats:
     """What runs, what waits, what ended requests add up to, the cache's gauges, and the index's gauges and counters.
 
-    Of those running, ``prefilling`` are still in their prompt. ``refused`` counts what ``submit`` turned away, by reason:
-    ``queue_full``, ``too_long``, ``invalid``; no total has it. ``unheard`` counts reports that the engine's listener
-    failed to take.
+    Of those running, ``prefilling`` are still in their prompt. ``refused`` counts what ``submit`` turned away, by
+    reason: ``queue_full``, ``too_long``, ``invalid``; no total has it. ``unheard`` counts reports that the engine's
+    listener failed to take.
     """
 
     running: int

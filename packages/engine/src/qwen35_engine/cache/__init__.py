@@ -189,7 +189,7 @@ class PrefixCache:
 
     def _end_with_snapshot(self, lane: LaneMemory, tokens: array[int], computed: int) -> None:
         if not self._publisher.publish_endpoint(lane, tokens, computed):
-            in_the_way = None if self._backup is None else self._backup.reading_slots()
+            in_the_way = None if self._backup is None else self._backup.reading_slots
             if in_the_way is not None and self._transfers is not None:
                 self._transfers.afterwards(in_the_way, lambda: self._end_with_snapshot(lane, tokens, computed))
                 return

@@ -6,7 +6,6 @@ Afterwards a device eviction loses nothing. Blocks come first, since no snapshot
 from __future__ import annotations
 
 import math
-from collections import deque
 from typing import cast
 
 from prefix_index import PrefixIndex, Tier
@@ -30,12 +29,11 @@ class Backup:
         self._space = space
         self._host = host
         self._transfers = transfers
-        self._with_images: deque[Ticket] = deque()
+        self._with_images: list[Ticket] = []
 
+    @property
     def reading_slots(self) -> Ticket | None:
         """The first batch on its way that reads snapshots' slots. Once it has landed these can be given up."""
-        while self._with_images and not self._transfers.on_its_way(self._with_images[0]):
-            self._with_images.popleft()
         return self._with_images[0] if self._with_images else None
 
     def write_through(self, lane: LaneMemory) -> None:
@@ -70,6 +68,7 @@ class Backup:
         self._transfers.add(ticket, fills)
         if images:
             self._with_images.append(ticket)
+            self._transfers.afterwards(ticket, lambda: self._with_images.remove(ticket))
 
     def _blocks(self, lane: LaneMemory) -> tuple[list[Fill], tuple[int, ...], tuple[int, ...]]:
         """From the first block without a Host copy on, as far as slabs go."""

@@ -35,10 +35,6 @@ class Transfers:
         if guard is not None:
             self._guards[ticket] = guard
 
-    def on_its_way(self, ticket: Ticket) -> bool:
-        """Whether the batch has yet to be settled."""
-        return ticket in self._fills
-
     def afterwards(self, ticket: Ticket, action: Callable[[], None]) -> None:
         """Run ``action`` once the batch has landed: a destination is free only when nothing writes to it any more."""
         self._afterwards.setdefault(ticket, []).append(action)
