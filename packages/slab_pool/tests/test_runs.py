@@ -118,7 +118,7 @@ def test_results_are_runs():
     runs = plan([(3, 3), (1, 1), (2, 2)])
     assert runs[1] == Run(1, 1, 0, 1, 1, 2)
     assert runs[0:1] == (run,)
-    assert list(runs.columns()) == [tuple(run) for run in runs]
+    assert list(runs.plain()) == [tuple(run) for run in runs]
 
 
 def test_a_pool_plans_by_handle_and_refuses_stale_ones():

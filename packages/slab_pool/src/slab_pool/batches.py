@@ -112,7 +112,7 @@ def record_copies(
     slab_bytes = pool.slab_bytes
     width = end - begin
     copies = []
-    for record, record_stride, chunk, row, row_stride, count in runs.columns():
+    for record, record_stride, chunk, row, row_stride, count in runs.plain():
         if record + (count - 1) * record_stride >= num_records:
             raise ValueError(
                 f"record_copies: records must be below {num_records}, got {record + (count - 1) * record_stride}"

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, overload
-
-import torch
-from torch import Tensor
 
 
 class Run(NamedTuple):
@@ -26,34 +21,23 @@ class Run(NamedTuple):
     num_records: int
 
 
-@dataclass(frozen=True, slots=True)
 class Runs(Sequence[Run]):
-    """A sequence of runs, kept by column: a plan of thousands costs its owner's thread less than a millisecond."""
+    """A sequence of runs, kept as plain tuples: thousands of `Run` would cost as much as to plan them."""
 
-    records: Sequence[int]
-    record_strides: Sequence[int]
-    chunks: Sequence[int]
-    rows: Sequence[int]
-    row_strides: Sequence[int]
-    lengths: Sequence[int]
+    __slots__ = ("_plain",)
 
-    def columns(self) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """The fields of every `Run`, as plain tuples."""
-        return zip(
-            self.records,
-            self.record_strides,
-            self.chunks,
-            self.rows,
-            self.row_strides,
-            self.lengths,
-            strict=True,
-        )
+    def __init__(self, plain: Sequence[tuple[int, int, int, int, int, int]]) -> None:
+        self._plain = plain
+
+    def plain(self) -> Sequence[tuple[int, int, int, int, int, int]]:
+        """The fields of every `Run`."""
+        return self._plain
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self._plain)
 
     def __iter__(self) -> Iterator[Run]:
-        return map(Run._make, self.columns())
+        return map(Run._make, self._plain)
 
     @overload
     def __getitem__(self, index: int) -> Run: ...
@@ -62,7 +46,9 @@ class Runs(Sequence[Run]):
     def __getitem__(self, index: slice) -> tuple[Run, ...]: ...
 
     def __getitem__(self, index: int | slice) -> Run | tuple[Run, ...]:
-        return tuple(self)[index]
+        if isinstance(index, slice):
+            return tuple(map(Run._make, self._plain[index]))
+        return Run._make(self._plain[index])
 
 
 def plan_runs(
@@ -85,60 +71,40 @@ def plan_runs(
     """
     if len(records) != len(slabs):
         raise ValueError(f"plan_runs: records and slabs must be equally long, got {len(records)} and {len(slabs)}")
-    if not records:
-        return Runs((), (), (), (), (), ())
-    record = torch.frombuffer(array("q", records), dtype=torch.int64)
-    slab = torch.frombuffer(array("q", slabs), dtype=torch.int64)
-    smallest = int(record.min()), int(slab.min())
-    if min(smallest) < 0:
-        raise ValueError(f"plan_runs: numbers must be at least 0, got {smallest[0]} and {smallest[1]}")
-    chunk = slab.div(slabs_per_chunk, rounding_mode="floor")
-    record_step = record.diff()
-    slab_step = slab.diff()
-    possible = (record_step > 0) & (record_step <= max_pitch_bytes // record_bytes)
-    possible &= (slab_step > 0) & (slab_step <= max_pitch_bytes // slab_bytes)
-    possible &= chunk[1:] == chunk[:-1]
-    # One number stands for both steps from a pair to the next; 0 where no run may make them.
-    key = torch.where(possible, record_step << 32 | slab_step, 0)
-    starts = array("q", _starts(key))
-    start = torch.frombuffer(starts, dtype=torch.int64)
-    length = torch.cat((start[1:], torch.tensor([len(records)]))) - start
-    # A run of one record makes no step; its strides are 1 whatever follows it.
-    single = length == 1
-    first_step = start.clamp(max=max(len(key) - 1, 0))
-    return Runs(
-        record[start].tolist(),
-        _strides(record_step, first_step, single),
-        chunk[start].tolist(),
-        (slab[start] % slabs_per_chunk).tolist(),
-        _strides(slab_step, first_step, single),
-        length.tolist(),
-    )
-
-
-def _strides(steps: Tensor, first_step: Tensor, single: Tensor) -> list[int]:
-    if not len(steps):
-        return [1] * len(single)
-    return torch.where(single, 1, steps[first_step]).tolist()
-
-
-def _starts(key: Tensor) -> list[int]:
-    """The pairs at which a run starts, given the steps between neighbours. Goes from stretch to stretch of equal
-    steps."""
-    changes = ((key[1:] != key[:-1]).nonzero().view(-1) + 1).tolist()
-    borders = [0, *changes, len(key)]
-    stretch_keys = key[borders[:-1]].tolist() if len(key) else []
-    starts: list[int] = []
-    position = 0  # the first pair that is in no run yet
-    for end, stretch_key in zip(borders[1:], stretch_keys, strict=False):
-        if not stretch_key:
-            starts.extend(range(position, end))
-            position = end
-        elif end > position:
-            # Pairs `position` to `end` step alike. (Where the stretch is a single step and its first pair already ends
-            # the run before, nothing is left of it.)
-            starts.append(position)
-            position = end + 1
-    if position <= len(key):
-        starts.append(position)
-    return starts
+    most_records = max_pitch_bytes // record_bytes
+    most_slabs = max_pitch_bytes // slab_bytes
+    runs: list[tuple[int, int, int, int, int, int]] = []
+    # The run that is being extended: its first pair, its length, its strides and, from the second pair on, the pair
+    # that would continue it. No pair can be -1.
+    first_record = first_slab = count = 0
+    record_stride = slab_stride = 1
+    next_record = next_slab = -1
+    chunk = chunk_begin = chunk_end = 0
+    for record, slab in zip(records, slabs, strict=True):
+        if record == next_record and slab == next_slab and slab < chunk_end:
+            count += 1
+            next_record += record_stride
+            next_slab += slab_stride
+            continue
+        if count == 1:
+            step, slab_step = record - first_record, slab - first_slab
+            if 0 < step <= most_records and 0 < slab_step <= most_slabs and slab < chunk_end:
+                count, record_stride, slab_stride = 2, step, slab_step
+                next_record, next_slab = record + step, slab + slab_step
+                continue
+            runs.append((first_record, 1, chunk, first_slab - chunk_begin, 1, 1))
+        elif count:
+            runs.append((first_record, record_stride, chunk, first_slab - chunk_begin, slab_stride, count))
+            next_record = -1
+        if record < 0 or slab < 0:
+            raise ValueError(f"plan_runs: numbers must be at least 0, got {record} and {slab}")
+        first_record, first_slab, count = record, slab, 1
+        if not chunk_begin <= slab < chunk_end:
+            chunk = slab // slabs_per_chunk
+            chunk_begin = chunk * slabs_per_chunk
+            chunk_end = chunk_begin + slabs_per_chunk
+    if count == 1:
+        record_stride = slab_stride = 1
+    if count:
+        runs.append((first_record, record_stride, chunk, first_slab - chunk_begin, slab_stride, count))
+    return Runs(runs)
