@@ -104,9 +104,8 @@ class FakeModel:
 
     def _plane(self, which: int) -> Tensor:
         """``[pages, rows, bytes of a row as int32]`` of K (0) or V (1): one KV head."""
-        layout = self._memory.page_layout
-        view = (layout.k, layout.v)[which](self._memory.pages, 0)
-        return view[:, 0].view(torch.int32)
+        kv = self._memory.page_layout.kv(self._memory.pages, 0)
+        return (kv.k, kv.v)[which].values[:, 0].view(torch.int32)
 
     def _write_rows(self, table: Tensor, begin: int, tokens: Sequence[int]) -> None:
         positions = torch.arange(begin, begin + len(tokens))

@@ -109,7 +109,8 @@ def attention_launches(model: Model, dtype: torch.dtype, profile: KVProfile) -> 
     q = meta(TOKENS, model.heads, 2 * model.head_dim, dtype=dtype)[..., : model.head_dim]
     o = meta(TOKENS, model.heads, model.head_dim, dtype=dtype)
     lse = meta(TOKENS, model.heads, dtype=torch.float32)
-    shared: dict[str, Any] = {"arena": arena, "layout": layout, "layer": 1, "o": o, "lse": lse}
+    kv = layout.kv(arena, 1)
+    shared: dict[str, Any] = {"kv": kv, "o": o, "lse": lse}
     tables = meta(1, 40, dtype=torch.int64)
     yield from attention.plan_prefill(q=q, block_tables=tables, cu_seqlens=[0, TOKENS], bases=[700], **shared)
     lanes = meta(TOKENS, 40, dtype=torch.int64)
@@ -117,7 +118,7 @@ def attention_launches(model: Model, dtype: torch.dtype, profile: KVProfile) -> 
     yield from attention.plan_decode(q=q, block_tables=lanes, lengths=lengths, **shared)
     k = meta(TOKENS, model.kv_heads, model.head_dim, dtype=dtype)
     index = meta(TOKENS, dtype=torch.int64)
-    yield from kv_store.plan_store_kv(k=k, v=k, arena=arena, layout=layout, layer=1, pages=index, rows=index)
+    yield from kv_store.plan_store_kv(k=k, v=k, kv=kv, pages=index, rows=index)
 
 
 def moe_launches(model: Model, dtype: torch.dtype) -> Iterator[Launch]:

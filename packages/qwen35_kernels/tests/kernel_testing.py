@@ -227,15 +227,13 @@ def store_sequence(
     """Store k, v [T, HKV, D] at positions base.. of the sequence with this block table."""
     positions = torch.arange(base, base + k.shape[0])
     pages, rows = table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
-    store_kv(k=k, v=v, arena=arena, layout=layout, layer=layer, pages=pages, rows=rows)
+    store_kv(k=k, v=v, kv=layout.kv(arena, layer), pages=pages, rows=rows)
 
 
 def place_sequence(arena: Tensor, layout: PageLayout, layer: int, table: Tensor, k: Tensor, v: Tensor) -> None:
     """The same without the op: for tests of attention that need pages, not of what fills them."""
-    for x, view, scales_view, rows_format in (
-        (k, layout.k(arena, layer), layout.k_scales(arena, layer), layout.k_format),
-        (v, layout.v(arena, layer), layout.v_scales(arena, layer), layout.v_format),
-    ):
+    kv = layout.kv(arena, layer)
+    for x, (rows_format, view, scales_view) in ((k, kv.k), (v, kv.v)):
         values, scales = quantise_rows(x, rows_format)
         for t in range(x.shape[0]):
             page, row = int(table[t // BLOCK_TOKENS]), t % BLOCK_TOKENS
@@ -246,15 +244,12 @@ def place_sequence(arena: Tensor, layout: PageLayout, layer: int, table: Tensor,
 
 def stored_sequence(arena: Tensor, layout: PageLayout, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The k, v [length, HKV, D] an arena holds, in float64, read row by row with its own arithmetic."""
-    planes = (
-        (layout.k(arena, layer), layout.k_scales(arena, layer), layout.k_format.name),
-        (layout.v(arena, layer), layout.v_scales(arena, layer), layout.v_format.name),
-    )
+    kv = layout.kv(arena, layer)
     k, v = (
         torch.stack(
-            [_read_row(view, scales, name, int(table[t // BLOCK_TOKENS]), t % BLOCK_TOKENS) for t in range(length)]
+            [_read_row(view, scales, rows.name, int(table[t // BLOCK_TOKENS]), t % BLOCK_TOKENS) for t in range(length)]
         )
-        for view, scales, name in planes
+        for rows, view, scales in (kv.k, kv.v)
     )
     return k, v
 

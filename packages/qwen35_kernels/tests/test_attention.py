@@ -56,9 +56,7 @@ def test_prefill_matches_the_oracle(profile: KVProfile, dtype: torch.dtype, head
     lse = torch.full((sum(chunks), heads), float("nan"))
     o = paged_attention_prefill(
         q=q,
-        arena=guarded.arena,
-        layout=layout,
-        layer=1,
+        kv=layout.kv(guarded.arena, 1),
         block_tables=tables,
         cu_seqlens=cu,
         bases=bases,
@@ -78,9 +76,7 @@ def test_prefill_over_several_key_tiles_matches_the_oracle() -> None:
     q = torch.randn(150, 2, 64, generator=rng) * 3
     o = paged_attention_prefill(
         q=q,
-        arena=guarded.arena,
-        layout=layout,
-        layer=1,
+        kv=layout.kv(guarded.arena, 1),
         block_tables=tables,
         cu_seqlens=[0, 150],
         bases=[4050],
@@ -101,9 +97,7 @@ def test_decode_matches_the_oracle(profile: KVProfile, dtype: torch.dtype, heads
     lse = torch.full((5, heads), float("nan"))
     o = paged_attention_decode(
         q=q,
-        arena=guarded.arena,
-        layout=layout,
-        layer=1,
+        kv=layout.kv(guarded.arena, 1),
         block_tables=tables,
         lengths=torch.tensor(lengths),
         lse=lse,
@@ -120,9 +114,7 @@ def test_decode_matches_the_oracle(profile: KVProfile, dtype: torch.dtype, heads
 def test_large_scores_do_not_overflow() -> None:
     layout, guarded, tables, rng = fill(53, [130])
     q = torch.randn(1, 2, 64, generator=rng) * 500
-    o = paged_attention_decode(
-        q=q, arena=guarded.arena, layout=layout, layer=1, block_tables=tables, lengths=torch.tensor([130])
-    )
+    o = paged_attention_decode(q=q, kv=layout.kv(guarded.arena, 1), block_tables=tables, lengths=torch.tensor([130]))
     k, v = stored_sequence(guarded.arena, layout, 1, tables[0], 130)
     assert_close(o, reference.attention(q, k, v, 129)[0], atol=1e-3, rtol=1e-3)
 
@@ -137,7 +129,7 @@ def test_two_sequences_may_share_pages_and_do_not_depend_on_the_batch(
     layout, guarded, tables, rng = fill(54, lengths, profile=profile)
     tables[1, :2] = tables[0, :2]
     q = torch.randn(4, 6, 64, generator=rng)
-    arguments = {"arena": guarded.arena, "layout": layout, "layer": 1}
+    arguments = {"kv": layout.kv(guarded.arena, 1)}
     whole = paged_attention_decode(q=q, block_tables=tables, lengths=torch.tensor(lengths), **arguments)
     chunk = torch.randn(90, 6, 64, generator=rng)
     cu, bases = [0, 40, 41, 60, 90], [160, 149, 45, 271]
@@ -175,7 +167,7 @@ def test_keys_read_where_they_lie_give_the_bits_of_gathered_ones(
     arena[close], arena[far] = guarded.arena[tables[0]], guarded.arena[tables[1, :11]]
     tables = torch.stack([close, torch.nn.functional.pad(far, (0, 5))])
     q = torch.randn(2, 2 * groups, 64, generator=rng)
-    arguments = {"arena": arena, "layout": layout, "layer": 1}
+    arguments = {"kv": layout.kv(arena, 1)}
     gathered = []
     plain = attention_tiles.LayerPages.keys
     monkeypatch.setattr(
@@ -198,7 +190,7 @@ def test_keys_read_where_they_lie_give_the_bits_of_gathered_ones(
 
 def test_merging_partitions_of_the_keys_equals_attention_over_all() -> None:
     layout, guarded, tables, rng = fill(57, [200, 330])
-    arguments = {"arena": guarded.arena, "layout": layout, "layer": 1}
+    arguments = {"kv": layout.kv(guarded.arena, 1)}
     q = torch.randn(2, 6, 64, generator=rng) * 2
     shared = tables[0, :2]
     tables[1, :2] = shared
@@ -237,7 +229,7 @@ def test_partitions_without_keys_are_not_read() -> None:
 def test_a_workspace_changes_no_bit() -> None:
     layout, guarded, tables, rng = fill(59, [300, 90])
     workspace = Workspace()
-    arguments = {"arena": guarded.arena, "layout": layout, "layer": 1, "block_tables": tables}
+    arguments = {"kv": layout.kv(guarded.arena, 1), "block_tables": tables}
     for _ in range(2):
         q = torch.randn(2, 4, 64, generator=rng)
         lengths = torch.tensor([300, 90])
@@ -257,12 +249,11 @@ def test_pages_beyond_two_gibibytes_are_reached(profile: KVProfile) -> None:
     far, first = distant_rows(layout.page_bytes, guarded.arena.shape[0], element_bytes=element_bytes)
     far[first:].copy_(guarded.arena)
     q = torch.randn(2, 4, 64, generator=rng)
-    shared = {"q": q, "layout": layout, "layer": 1}
-    decode = {**shared, "lengths": torch.tensor([70, 130])}
-    prefill = {**shared, "cu_seqlens": [0, 1, 2], "bases": [69, 129]}
+    decode = {"q": q, "lengths": torch.tensor([70, 130])}
+    prefill = {"q": q, "cu_seqlens": [0, 1, 2], "bases": [69, 129]}
     for op, arguments in ((paged_attention_decode, decode), (paged_attention_prefill, prefill)):
-        near = op(**arguments, arena=guarded.arena, block_tables=tables)
-        assert_same_bits(op(**arguments, arena=far, block_tables=tables + first), near)
+        near = op(**arguments, kv=layout.kv(guarded.arena, 1), block_tables=tables)
+        assert_same_bits(op(**arguments, kv=layout.kv(far, 1), block_tables=tables + first), near)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -276,9 +267,7 @@ def test_bad_input_names_op_constraint_and_value() -> None:
     layout, guarded, tables, _ = fill(56, [100, 10])
     arguments = {
         "q": torch.zeros(2, 2, 64),
-        "arena": guarded.arena,
-        "layout": layout,
-        "layer": 1,
+        "kv": layout.kv(guarded.arena, 1),
         "block_tables": tables,
         "lengths": torch.tensor([100, 10]),
     }

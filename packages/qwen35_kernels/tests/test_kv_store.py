@@ -28,10 +28,10 @@ def test_writes_the_named_rows_and_nothing_else(profile: KVProfile, dtype: torch
     rng = generator(40)
     k, v = (torch.randn(4, 3, 64, generator=rng).to(dtype) for _ in range(2))
     pages, rows = torch.tensor([3, 1, 3, 4]), torch.tensor([0, 63, 5, 17])
-    store_kv(k=k, v=v, arena=guarded.arena, layout=layout, layer=1, pages=pages, rows=rows)
+    store_kv(k=k, v=v, kv=layout.kv(guarded.arena, 1), pages=pages, rows=rows)
     expected = nan_arena(layout, 5)
     for t in range(4):
-        for x, view in ((k, layout.k(expected.arena, 1)), (v, layout.v(expected.arena, 1))):
+        for x, view in ((k, layout.kv(expected.arena, 1).k.values), (v, layout.kv(expected.arena, 1).v.values)):
             for head in range(3):
                 view[int(pages[t]), head, int(rows[t])] = x[t, head].to(view.dtype)
     assert_same_bits(guarded.arena, expected.arena)
@@ -62,8 +62,8 @@ def test_quantised_rows_are_the_nearest_codes(profile: KVProfile) -> None:
 
 
 def parts(layout: PageLayout, arena: torch.Tensor) -> list[torch.Tensor]:
-    views = [f(arena, 1) for f in (layout.k, layout.v, layout.k_scales, layout.v_scales)]
-    return [view for view in views if view is not None]
+    kv = layout.kv(arena, 1)
+    return [part for part in (kv.k.values, kv.v.values, kv.k.scales, kv.v.scales) if part is not None]
 
 
 # Half a step of the coarsest code, relative to the largest number that shares the scale, with the scale's
@@ -109,9 +109,9 @@ def test_pages_beyond_two_gibibytes_are_reached(profile: KVProfile) -> None:
     far, first = distant_rows(layout.page_bytes, 3, element_bytes=layout.v_format.value_dtype.itemsize)
     far[first:].fill_(0xFF)
     k, v = (torch.randn(2, 3, 64, generator=generator(45)) for _ in range(2))
-    pages, where = torch.tensor([2, 1]), {"layout": layout, "layer": 1, "rows": torch.tensor([5, 63])}
-    store_kv(k=k, v=v, arena=near, pages=pages, **where)
-    store_kv(k=k, v=v, arena=far, pages=pages + first, **where)
+    pages, rows = torch.tensor([2, 1]), torch.tensor([5, 63])
+    store_kv(k=k, v=v, kv=layout.kv(near, 1), pages=pages, rows=rows)
+    store_kv(k=k, v=v, kv=layout.kv(far, 1), pages=pages + first, rows=rows)
     assert_same_bits(far[first:], near)
 
 
@@ -132,7 +132,7 @@ def test_no_tokens_is_fine() -> None:
     empty = torch.zeros(0, dtype=torch.int64)
     arena = nan_arena(layout, 2).arena
     k = torch.zeros(0, 3, 64)
-    store_kv(k=k, v=k, arena=arena, layout=layout, layer=0, pages=empty, rows=empty)
+    store_kv(k=k, v=k, kv=layout.kv(arena, 0), pages=empty, rows=empty)
     assert bool((arena == 0xFF).all())
 
 
@@ -153,9 +153,7 @@ def test_bad_input_is_refused_before_anything_is_written(changes: dict, message:
     arguments = {
         "k": torch.zeros(2, 3, 64),
         "v": torch.zeros(2, 3, 64),
-        "arena": arena,
-        "layout": layout,
-        "layer": 0,
+        "kv": layout.kv(arena, 0),
         "pages": torch.tensor([1, 2]),
         "rows": torch.tensor([0, 0]),
     }

@@ -23,13 +23,8 @@ def test_page_bytes_are_those_of_the_table(profile: KVProfile) -> None:
 
 
 def parts_of(page: PageLayout, arena: torch.Tensor, layer: int) -> list[torch.Tensor]:
-    parts = [
-        page.k(arena, layer),
-        page.v(arena, layer),
-        page.k_scales(arena, layer),
-        page.v_scales(arena, layer),
-    ]
-    return [part for part in parts if part is not None]
+    kv = page.kv(arena, layer)
+    return [part for part in (kv.k.values, kv.v.values, kv.k.scales, kv.v.scales) if part is not None]
 
 
 @pytest.mark.parametrize("profile", list(KVProfile))
@@ -61,8 +56,9 @@ def test_parts_cover_each_record_once_in_order(profile: KVProfile) -> None:
 def test_views_are_no_copies_and_order_is_head_token_dim() -> None:
     page = PageLayout(profile=KVProfile.FP32, num_layers=2, num_kv_heads=2, head_dim=16)
     arena = torch.zeros(3, page.page_bytes, dtype=torch.uint8)
-    page.k(arena, 1)[2, 1, 63, 15] = 1.5
-    page.v(arena, 1)[2, 0, 0, 0] = 2.5
+    kv = page.kv(arena, 1)
+    kv.k.values[2, 1, 63, 15] = 1.5
+    kv.v.values[2, 0, 0, 0] = 2.5
     raw = arena[2].view(torch.float32)
     begin = page.layer_range(1).begin // 4
     assert raw[begin + 2 * 64 * 16 - 1] == 1.5
@@ -141,15 +137,15 @@ def test_bad_state_layouts_are_refused() -> None:
 def test_bad_arenas_and_layers_are_refused() -> None:
     page = PageLayout(profile=KVProfile.FP32, num_layers=2, num_kv_heads=2, head_dim=16)
     with pytest.raises(KernelInputError, match="arena must be uint8"):
-        page.k(torch.zeros(3, page.page_bytes - 1, dtype=torch.uint8), 0)
+        page.kv(torch.zeros(3, page.page_bytes - 1, dtype=torch.uint8), 0)
     with pytest.raises(KernelInputError, match="arena rows must be dense records"):
-        page.k(torch.zeros(page.page_bytes, 3, dtype=torch.uint8).t(), 0)
+        page.kv(torch.zeros(page.page_bytes, 3, dtype=torch.uint8).t(), 0)
     arena = torch.zeros(3, page.page_bytes, dtype=torch.uint8)
     with pytest.raises(KernelInputError, match=r"layer must lie in \[0, 2\), got 2"):
-        page.k(arena, 2)
+        page.kv(arena, 2)
     shifted = torch.zeros(3 * page.page_bytes + 8, dtype=torch.uint8)[8:].view(3, page.page_bytes)
     with pytest.raises(KernelInputError, match="arena must start at a multiple of 16 bytes"):
-        page.k(shifted, 0)
+        page.kv(shifted, 0)
 
 
 def test_docstrings_run() -> None:

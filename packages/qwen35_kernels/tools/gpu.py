@@ -195,14 +195,13 @@ def bench_attention(table: Table, profile: KVProfile) -> None:
     length, (heads, kv_heads), dim = sizes.history, sizes.heads, sizes.head_dim
     layout = PageLayout(profile=profile, num_layers=1, num_kv_heads=kv_heads, head_dim=dim)
     blocks = length // 64
-    arena = torch.zeros(blocks + 1, layout.page_bytes, dtype=torch.uint8, device=device)
+    kv = layout.kv(torch.zeros(blocks + 1, layout.page_bytes, dtype=torch.uint8, device=device), 0)
     pages = torch.randperm(blocks, device=device).add_(1).unsqueeze(0)
     k, v = (table.random(length, kv_heads, dim) for _ in range(2))
     positions = torch.arange(length, device=device)
     place = {"pages": pages[0][positions // 64], "rows": positions % 64}
-    where = {"arena": arena, "layout": layout, "layer": 0}
     written = 2 * k.numel() * 2 + blocks * layout.page_bytes
-    table.row(f"store {profile}", lambda: store_kv(k=k, v=v, **where, **place), num_bytes=written)
+    table.row(f"store {profile}", lambda: store_kv(k=k, v=v, kv=kv, **place), num_bytes=written)
     q = table.random(sizes.queries, heads, dim)
     base = length - len(q)
     keys, values = (x.repeat_interleave(heads // kv_heads, dim=1).transpose(0, 1).unsqueeze(0) for x in (k, v))
@@ -215,14 +214,14 @@ def bench_attention(table: Table, profile: KVProfile) -> None:
     chunk = {"block_tables": pages, "cu_seqlens": [0, len(q)], "bases": [base]}
     table.row(
         f"attention prefill {profile}",
-        lambda: paged_attention_prefill(q=q, **where, **chunk),
+        lambda: paged_attention_prefill(q=q, kv=kv, **chunk),
         flops=4 * len(q) * (base + len(q) / 2) * heads * dim,
         theirs={"SDPA": lambda: library(q)},
     )
     one, lengths = q[:1], torch.tensor([length], device=device)
     table.row(
         f"attention decode {profile}",
-        lambda: paged_attention_decode(q=one, **where, block_tables=pages, lengths=lengths),
+        lambda: paged_attention_decode(q=one, kv=kv, block_tables=pages, lengths=lengths),
         num_bytes=blocks * layout.page_bytes,
         theirs={"SDPA": lambda: library(one)},
     )

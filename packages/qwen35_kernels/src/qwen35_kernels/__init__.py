@@ -10,7 +10,7 @@ from qwen35_kernels.conv import causal_conv1d_prefill, causal_conv1d_step
 from qwen35_kernels.delta_rule import delta_gates, gated_delta_rule_prefill, gated_delta_rule_step
 from qwen35_kernels.errors import KernelInputError
 from qwen35_kernels.kv_store import store_kv
-from qwen35_kernels.layout import BLOCK_TOKENS, ByteRange, KVProfile, PageLayout, PlaneFormat, StateLayout
+from qwen35_kernels.layout import BLOCK_TOKENS, ByteRange, KVProfile, LayerKV, PageLayout, PlaneFormat, StateLayout
 from qwen35_kernels.mlp import swiglu
 from qwen35_kernels.moe import moe_combine_shared, moe_experts, moe_route
 from qwen35_kernels.norms import gated_rms_norm, rms_norm
@@ -25,6 +25,7 @@ __all__ = [
     "ByteRange",
     "KVProfile",
     "KernelInputError",
+    "LayerKV",
     "PageLayout",
     "PlaneFormat",
     "StateLayout",

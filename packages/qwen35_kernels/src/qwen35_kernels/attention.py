@@ -29,7 +29,7 @@ from qwen35_kernels.contracts import (
 )
 from qwen35_kernels.dispatch import triton_for
 from qwen35_kernels.elementwise import sigmoid
-from qwen35_kernels.layout import BLOCK_TOKENS, PageLayout
+from qwen35_kernels.layout import BLOCK_TOKENS, LayerKV
 from qwen35_kernels.sequences import check_cu_seqlens
 from qwen35_kernels.workspace import Workspace
 
@@ -53,11 +53,11 @@ def attention_gate(*, o: Tensor, gate: Tensor) -> Tensor:
     return rounded(sigmoid(gate).mul_(o), o.dtype)
 
 
-def _check(op: str, q: Tensor, arena: Tensor, layout: PageLayout, block_tables: Tensor) -> None:
-    layout.check_arena(op, arena)
+def _check(op: str, q: Tensor, kv: LayerKV, block_tables: Tensor) -> None:
+    layout, device = kv.layout, kv.device
     check_rank(op, "q", q, 3)
     check_dtype(op, "q", q, FLOAT_DTYPES)
-    check_device(op, "q", q, arena.device)
+    check_device(op, "q", q, device)
     check_inner_contiguous(op, "q", q)
     if q.shape[2] != layout.head_dim:
         refuse(op, f"q must have head dim {layout.head_dim}", q.shape[2])
@@ -65,7 +65,7 @@ def _check(op: str, q: Tensor, arena: Tensor, layout: PageLayout, block_tables: 
         refuse(op, f"query heads must be a multiple of the {layout.num_kv_heads} KV heads", q.shape[1])
     check_rank(op, "block_tables", block_tables, 2)
     check_dtype(op, "block_tables", block_tables, (torch.int64,))
-    check_device(op, "block_tables", block_tables, arena.device)
+    check_device(op, "block_tables", block_tables, device)
 
 
 def _pages_of(op: str, table: Tensor, length: int, num_pages: int) -> TokenPages:
@@ -92,9 +92,7 @@ def _check_lse(op: str, lse: Tensor | None, q: Tensor) -> None:
 def paged_attention_prefill(
     *,
     q: Tensor,
-    arena: Tensor,
-    layout: PageLayout,
-    layer: int,
+    kv: LayerKV,
     block_tables: Tensor,
     cu_seqlens: Sequence[int],
     bases: Sequence[int],
@@ -110,7 +108,7 @@ def paged_attention_prefill(
     written to it; nothing else is written.
     """
     op = "paged_attention_prefill"
-    _check(op, q, arena, layout, block_tables)
+    _check(op, q, kv, block_tables)
     _check_lse(op, lse, q)
     num = block_tables.shape[0]
     check_cu_seqlens(op, cu_seqlens, num, q.shape[0])
@@ -122,23 +120,21 @@ def paged_attention_prefill(
         base + end - begin if end > begin else 0
         for base, (begin, end) in zip(bases, itertools.pairwise(cu_seqlens), strict=True)
     ]
-    pages = [_pages_of(op, block_tables[i], lengths[i], arena.shape[0]) for i in range(num)]
+    pages = [_pages_of(op, block_tables[i], lengths[i], kv.num_pages) for i in range(num)]
     backend = triton_for(q)
-    if backend is not None and backend.attention.supported(layout):
+    if backend is not None and backend.attention.supported(kv.layout):
         return cast(
             Tensor,
             backend.attention.prefill(
                 q=q,
-                arena=arena,
-                layout=layout,
-                layer=layer,
+                kv=kv,
                 block_tables=block_tables,
                 cu_seqlens=cu_seqlens,
                 bases=bases,
                 lse=lse,
             ),
         )
-    cache = LayerPages(arena, layout, layer, workspace or Workspace())
+    cache = LayerPages(kv, workspace or Workspace())
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for i in range(num):
         if lengths[i]:
@@ -150,9 +146,7 @@ def paged_attention_prefill(
 def paged_attention_decode(
     *,
     q: Tensor,
-    arena: Tensor,
-    layout: PageLayout,
-    layer: int,
+    kv: LayerKV,
     block_tables: Tensor,
     lengths: Tensor,
     lse: Tensor | None = None,
@@ -166,27 +160,25 @@ def paged_attention_decode(
     the sum of exp(scaled scores) is written to it; nothing else is written.
     """
     op = "paged_attention_decode"
-    _check(op, q, arena, layout, block_tables)
+    _check(op, q, kv, block_tables)
     _check_lse(op, lse, q)
     lanes = q.shape[0]
     check_shape(op, "block_tables", block_tables, (lanes, block_tables.shape[1]))
     check_shape(op, "lengths", lengths, (lanes,))
     check_dtype(op, "lengths", lengths, (torch.int64,))
     backend = triton_for(q)
-    use_kernels = backend is not None and backend.attention.supported(layout)
+    use_kernels = backend is not None and backend.attention.supported(kv.layout)
     counts: list[int] = lengths.tolist() if lengths.device.type == "cpu" or not use_kernels else []
     for count in counts:
         if count < 1:
             refuse(op, "lengths must be at least 1", count)
-    tables = [_pages_of(op, block_tables[b], count, arena.shape[0]) for b, count in enumerate(counts)]
+    tables = [_pages_of(op, block_tables[b], count, kv.num_pages) for b, count in enumerate(counts)]
     if backend is not None and use_kernels:
         return cast(
             Tensor,
             backend.attention.decode(
                 q=q,
-                arena=arena,
-                layout=layout,
-                layer=layer,
+                kv=kv,
                 block_tables=block_tables,
                 lengths=lengths,
                 lse=lse,
@@ -194,7 +186,7 @@ def paged_attention_decode(
         )
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     if lanes:
-        attend_lanes(q, LayerPages(arena, layout, layer, workspace or Workspace()), tables, counts, o, lse)
+        attend_lanes(q, LayerPages(kv, workspace or Workspace()), tables, counts, o, lse)
     return o
 
 

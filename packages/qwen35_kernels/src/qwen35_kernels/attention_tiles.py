@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qwen35_kernels.contracts import as_float32
 from qwen35_kernels.elementwise import LOG2_E, exp2_
-from qwen35_kernels.layout import BLOCK_TOKENS, PageLayout, Plane
+from qwen35_kernels.layout import BLOCK_TOKENS, LayerKV, Plane
 from qwen35_kernels.quantisation import dequantise_rows
 from qwen35_kernels.workspace import Workspace
 
@@ -38,14 +38,19 @@ class TokenPages:
     numbers: Tensor
     span: range | None
 
+    @property
+    def count(self) -> int:
+        # Not len(): what torch does for that costs a decode step several microseconds.
+        return self.numbers.shape[0]
+
 
 class LayerPages:
-    """One layer of an arena, read page by page as float32."""
+    """One layer's keys and values, read page by page as float32."""
 
-    def __init__(self, arena: Tensor, layout: PageLayout, layer: int, workspace: Workspace) -> None:
-        self.heads, self.dim = layout.num_kv_heads, layout.head_dim
+    def __init__(self, kv: LayerKV, workspace: Workspace) -> None:
+        self.heads, self.dim = kv.layout.num_kv_heads, kv.layout.head_dim
         self.workspace = workspace
-        self._k, self._v = layout.planes(arena, layer)
+        self._k, self._v = kv.k, kv.v
 
     def scratch(self, name: str, *shape: int) -> Tensor:
         return self.workspace.take(name, shape, dtype=torch.float32, device=self._k.values.device)
@@ -60,8 +65,8 @@ class LayerPages:
             pages.span is not None
             and self._k.scales is None
             and self._k.values.dtype == torch.float32
-            and len(pages.numbers) * self.heads * BLOCK_TOKENS * self.dim * 4 >= _IN_PLACE_BYTES
-            and len(pages.span) <= (1.0 + _FOREIGN_PAGES) * len(pages.numbers)
+            and pages.count * self.heads * BLOCK_TOKENS * self.dim * 4 >= _IN_PLACE_BYTES
+            and len(pages.span) <= (1.0 + _FOREIGN_PAGES) * pages.count
         )
 
     def keys_in_place(self, span: range) -> Tensor:
@@ -216,7 +221,7 @@ def attend_lanes(
     Every page by itself first: its softmax, the log of its sum, its weighted sum of values. Then the pages of each
     lane are merged.
     """
-    sizes = [len(table.numbers) for table in tables]
+    sizes = [table.count for table in tables]
     pages = tables[0].numbers if len(tables) == 1 else torch.cat([table.numbers for table in tables])
     # The last page of a lane where not all its rows hold keys, and how many do.
     ends = zip(itertools.accumulate(sizes), counts, strict=True)

@@ -198,14 +198,14 @@ class AttentionBench:
         self.base, self.length = history, history + queries
         self.q = torch.randn(queries, heads, dim, generator=rng)
         k, v = (torch.randn(self.length, kv_heads, dim, generator=rng) for _ in range(2))
-        self.layout = PageLayout(profile=KVProfile.FP32, num_layers=2, num_kv_heads=kv_heads, head_dim=dim)
+        layout = PageLayout(profile=KVProfile.FP32, num_layers=2, num_kv_heads=kv_heads, head_dim=dim)
         blocks = -(-self.length // BLOCK_TOKENS)
-        self.arena = torch.zeros(blocks + 1, self.layout.page_bytes, dtype=torch.uint8)
+        self.kv = layout.kv(torch.zeros(blocks + 1, layout.page_bytes, dtype=torch.uint8), 1)
         self.tables = torch.randperm(blocks, generator=rng).add_(1).unsqueeze(0)
         positions = torch.arange(self.length)
         pages = self.tables[0][positions // BLOCK_TOKENS]
         rows = positions % BLOCK_TOKENS
-        store_kv(k=k, v=v, arena=self.arena, layout=self.layout, layer=1, pages=pages, rows=rows)
+        store_kv(k=k, v=v, kv=self.kv, pages=pages, rows=rows)
         self.k, self.v = (x.transpose(0, 1).unsqueeze(0).contiguous() for x in (k, v))
         seen = positions.unsqueeze(0) <= (self.base + torch.arange(queries)).unsqueeze(1)
         self.mask = torch.zeros(queries, self.length).masked_fill(~seen, float("-inf"))
@@ -221,9 +221,7 @@ class AttentionBench:
         def ours() -> Tensor:
             return paged_attention_prefill(
                 q=self.q,
-                arena=self.arena,
-                layout=self.layout,
-                layer=1,
+                kv=self.kv,
                 block_tables=self.tables,
                 cu_seqlens=[0, len(self.q)],
                 bases=[self.base],
@@ -238,9 +236,7 @@ class AttentionBench:
         def ours() -> Tensor:
             return paged_attention_decode(
                 q=self.q[-1:],
-                arena=self.arena,
-                layout=self.layout,
-                layer=1,
+                kv=self.kv,
                 block_tables=self.tables,
                 lengths=self.lengths,
                 workspace=self.workspace,

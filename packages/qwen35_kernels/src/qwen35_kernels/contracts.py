@@ -58,7 +58,7 @@ def check_index(op: str, name: str, x: Tensor, length: int, *, begin: int, end: 
 
 def smallest_and_largest(x: Tensor) -> tuple[int, int]:
     """Of an int64 vector that is not empty; a short one is read faster than it is reduced."""
-    if len(x) > _FEW:
+    if x.shape[0] > _FEW:
         low, high = (int(value) for value in torch.aminmax(x))
         return low, high
     values: list[int] = x.tolist()

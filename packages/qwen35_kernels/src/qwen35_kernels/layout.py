@@ -17,6 +17,8 @@ A *state image* is everything else one sequence carries:
 Nothing outside this module knows an offset: strides and byte ranges of parts are derived here.
 """
 
+from __future__ import annotations
+
 import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from qwen35_kernels.contracts import refuse
 
-__all__ = ["BLOCK_TOKENS", "ByteRange", "KVProfile", "PageLayout", "Plane", "PlaneFormat", "StateLayout"]
+__all__ = ["BLOCK_TOKENS", "ByteRange", "KVProfile", "LayerKV", "PageLayout", "Plane", "PlaneFormat", "StateLayout"]
 
 BLOCK_TOKENS = 64
 _PART_ALIGNMENT = 16
@@ -93,7 +95,11 @@ _FORMATS: dict[KVProfile, tuple[PlaneFormat, PlaneFormat]] = {
 
 
 class Plane(NamedTuple):
-    """The keys or the values of one layer: how a row is stored, and the views of `PageLayout.k` and `k_scales`."""
+    """The keys or the values of one layer in an arena, views without a copy.
+
+    `rows` says how a row is stored; `values` is [P, HKV, 64, D] (or [..., D/2] bytes of packed nibbles); `scales` is
+    [P, HKV, 64, scales per row], or None where the profile has none.
+    """
 
     rows: PlaneFormat
     values: Tensor
@@ -193,31 +199,13 @@ class PageLayout:
         self._check_layer(layer)
         return ByteRange(layer * self.layer_bytes, (layer + 1) * self.layer_bytes)
 
-    def k(self, arena: Tensor, layer: int) -> Tensor:
-        """Stored keys of a layer: a view [P, HKV, 64, D] (or [..., D/2] bytes of packed nibbles), no copy."""
-        return self.planes(arena, layer)[0].values
-
-    def v(self, arena: Tensor, layer: int) -> Tensor:
-        """Stored values of a layer, as `k`."""
-        return self.planes(arena, layer)[1].values
-
-    def k_scales(self, arena: Tensor, layer: int) -> Tensor | None:
-        """Scales of the keys, a view [P, HKV, 64, scales per row], or None where the profile has none."""
-        return self.planes(arena, layer)[0].scales
-
-    def v_scales(self, arena: Tensor, layer: int) -> Tensor | None:
-        """Scales of the values, as `k_scales`."""
-        return self.planes(arena, layer)[1].scales
-
-    def planes(self, arena: Tensor, layer: int) -> tuple[Plane, Plane]:
-        """Of keys and of values."""
+    def kv(self, arena: Tensor, layer: int) -> LayerKV:
+        """One layer's keys and values in `arena`, uint8 [P, page_bytes]."""
         self._check_layer(layer)
         _check_arena("PageLayout", arena, self.page_bytes)
         begin = layer * self.layer_bytes
-        return self._plane(arena, begin, 0, self.k_format), self._plane(arena, begin, 1, self.v_format)
-
-    def check_arena(self, op: str, arena: Tensor) -> None:
-        _check_arena(op, arena, self.page_bytes)
+        k, v = self._plane(arena, begin, 0, self.k_format), self._plane(arena, begin, 1, self.v_format)
+        return LayerKV(self, arena.shape[0], arena.device, k, v)
 
     def _plane(self, arena: Tensor, begin: int, part: int, rows: PlaneFormat) -> Plane:
         """The plane of a layer that starts at byte `begin`: part 0 keys, 1 values; their scales are two parts on."""
@@ -232,6 +220,18 @@ class PageLayout:
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:
             refuse("PageLayout", f"layer must lie in [0, {self.num_layers})", layer)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerKV:
+    """One layer's keys and values in an arena of pages, as the ops over pages take them. Made and checked once, by
+    `PageLayout.kv`."""
+
+    layout: PageLayout
+    num_pages: int
+    device: torch.device
+    k: Plane
+    v: Plane
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,9 @@ class Qwen35Model:
         self._recurrent = tuple(layout.recurrent(memory.states, layer) for layer in layers)
         self._conv = tuple(layout.conv(memory.states, layer) for layer in layers)
         self._continuation = layout.hidden(memory.states)
+        # Likewise of the full-attention layers.
+        pages = memory.page_layout
+        self._kv = tuple(pages.kv(memory.pages, layer) for layer in range(pages.num_layers))
         self._workspace = kernels.Workspace()
         self.frequencies = kernels.rotary_frequencies(rotary_dim=config.rotary_dim, theta=config.rope_theta).to(
             weights.device
@@ -189,7 +192,7 @@ class Qwen35Model:
         sin: Tensor,
     ) -> Tensor:
         """Gated attention: norms and partial rotary on q and k, attention over pages, a sigmoid gate on the output."""
-        config, memory = self._config, self._memory
+        config, kv = self._config, self._kv[layer]
         heads, heads_kv, dim = config.num_heads, config.num_kv_heads, config.head_dim
         length = x.shape[0]
         q_gate, k, v = F.linear(x, weights.qkv_proj).split_with_sizes(
@@ -208,13 +211,11 @@ class Qwen35Model:
         kernels.store_kv(
             k=k,
             v=v.view(length, heads_kv, dim),
-            arena=memory.pages,
-            layout=memory.page_layout,
-            layer=layer,
+            kv=kv,
             pages=pass_.pages,
             rows=pass_.rows,
         )
-        o = pass_.attention(q, memory, layer)
+        o = pass_.attention(q, kv)
         o = kernels.attention_gate(o=o, gate=gate)
         return F.linear(o.reshape(length, heads * dim), weights.out_proj)
 
@@ -272,12 +273,10 @@ class _Prefill:
             workspace=self._workspace,
         )
 
-    def attention(self, q: Tensor, memory: DeviceMemory, layer: int) -> Tensor:
+    def attention(self, q: Tensor, kv: kernels.LayerKV) -> Tensor:
         return kernels.paged_attention_prefill(
             q=q,
-            arena=memory.pages,
-            layout=memory.page_layout,
-            layer=layer,
+            kv=kv,
             block_tables=self._block_tables,
             cu_seqlens=self._cu_seqlens,
             bases=self._bases,
@@ -310,12 +309,10 @@ class _Decode:
     def delta_rule(self, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
         return kernels.gated_delta_rule_step(q=q, k=k, v=v, g=g, beta=beta, state=state, slots=self._slots)
 
-    def attention(self, q: Tensor, memory: DeviceMemory, layer: int) -> Tensor:
+    def attention(self, q: Tensor, kv: kernels.LayerKV) -> Tensor:
         return kernels.paged_attention_decode(
             q=q,
-            arena=memory.pages,
-            layout=memory.page_layout,
-            layer=layer,
+            kv=kv,
             block_tables=self._block_tables,
             lengths=self._lengths,
             workspace=self._workspace,

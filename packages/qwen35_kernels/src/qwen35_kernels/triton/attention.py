@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qwen35_kernels.layout import BLOCK_TOKENS, PageLayout
+from qwen35_kernels.layout import BLOCK_TOKENS, LayerKV, PageLayout
 from qwen35_kernels.triton.attention_kernels import attend_decode, attend_prefill, merge_states
 from qwen35_kernels.triton.launch import Launch, dot_dtype, dot_precision, index_tensor, power_of_2, run
 
@@ -30,15 +30,15 @@ def supported(layout: PageLayout) -> bool:
     return layout.head_dim >= 32 and layout.head_dim == power_of_2(layout.head_dim)
 
 
-def _planes(arena: Tensor, layout: PageLayout, layer: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _planes(kv: LayerKV) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Pointer arguments, page strides and constants of a layer's planes."""
     pointers: dict[str, Any] = {}
     strides: dict[str, Any] = {}
     constants: dict[str, Any] = {}
-    for name, (rows, values, scales) in zip("kv", layout.planes(arena, layer), strict=True):
+    for name, (rows, values, scales) in zip("kv", (kv.k, kv.v), strict=True):
         constants[f"{name.upper()}_FORMAT"] = "plain" if scales is None else rows.name
         constants[f"{name.upper()}_GROUP"] = (
-            1 if scales is None else layout.head_dim // rows.row_scales(layout.head_dim)
+            1 if scales is None else kv.layout.head_dim // rows.row_scales(kv.layout.head_dim)
         )
         # A format without scales gets the values again: an argument nobody reads.
         scales = values if scales is None else scales
@@ -50,9 +50,7 @@ def _planes(arena: Tensor, layout: PageLayout, layer: int) -> tuple[dict[str, An
 def plan_prefill(
     *,
     q: Tensor,
-    arena: Tensor,
-    layout: PageLayout,
-    layer: int,
+    kv: LayerKV,
     block_tables: Tensor,
     cu_seqlens: Sequence[int],
     bases: Sequence[int],
@@ -67,7 +65,7 @@ def plan_prefill(
         for i, (begin, end) in enumerate(pairwise(cu_seqlens))
         for first in range(begin, end, rows)
     ]
-    pointers, strides, constants = _planes(arena, layout, layer)
+    pointers, strides, constants = _planes(kv)
     return (
         Launch(
             kernel=attend_prefill,
@@ -85,7 +83,7 @@ def plan_prefill(
                 **strides,
                 "scale": float(dim) ** -0.5,
                 "H": heads,
-                "GROUPS": heads // layout.num_kv_heads,
+                "GROUPS": heads // kv.layout.num_kv_heads,
             },
             constants={
                 "D": dim,
@@ -103,9 +101,7 @@ def plan_prefill(
 def plan_decode(
     *,
     q: Tensor,
-    arena: Tensor,
-    layout: PageLayout,
-    layer: int,
+    kv: LayerKV,
     block_tables: Tensor,
     lengths: Tensor,
     o: Tensor,
@@ -115,11 +111,11 @@ def plan_decode(
     splits = max(1, -(-block_tables.shape[1] // _PAGES_PER_SPLIT))
     parts = torch.empty(splits, lanes, heads, dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(splits, lanes, heads, dtype=torch.float32, device=q.device)
-    pointers, strides, constants = _planes(arena, layout, layer)
-    groups = heads // layout.num_kv_heads
+    pointers, strides, constants = _planes(kv)
+    groups = heads // kv.layout.num_kv_heads
     attend = Launch(
         kernel=attend_decode,
-        grid=(lanes, layout.num_kv_heads, splits),
+        grid=(lanes, kv.layout.num_kv_heads, splits),
         arguments={
             "q_ptr": q,
             **pointers,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qwen35_kernels.layout import BLOCK_TOKENS, PageLayout
+from qwen35_kernels.layout import BLOCK_TOKENS, LayerKV
 from qwen35_kernels.triton.launch import Launch, power_of_2, run
 
 __all__ = ["plan_store_kv", "store_kv"]
@@ -139,13 +139,11 @@ def store_rows(
         tl.store(scale_out, b_s, mask=group < D // GROUP)
 
 
-def plan_store_kv(
-    *, k: Tensor, v: Tensor, arena: Tensor, layout: PageLayout, layer: int, pages: Tensor, rows: Tensor
-) -> tuple[Launch, ...]:
+def plan_store_kv(*, k: Tensor, v: Tensor, kv: LayerKV, pages: Tensor, rows: Tensor) -> tuple[Launch, ...]:
     """k and v dense in their last axis."""
-    dim = layout.head_dim
+    dim = kv.layout.head_dim
     launches = []
-    for x, (rows_format, values, scales) in zip((k, v), layout.planes(arena, layer), strict=True):
+    for x, (rows_format, values, scales) in zip((k, v), (kv.k, kv.v), strict=True):
         form = rows_format.name if scales is not None or x.dtype != values.dtype else "plain"
         form = "plain" if form == "fp32" else form
         group = power_of_2(dim) if scales is None else dim // rows_format.row_scales(dim)
@@ -164,7 +162,7 @@ def plan_store_kv(
         launches.append(
             Launch(
                 kernel=store_rows,
-                grid=(x.shape[0], layout.num_kv_heads, 1),
+                grid=(x.shape[0], kv.layout.num_kv_heads, 1),
                 arguments={
                     "x_ptr": x,
                     "values_ptr": values,
@@ -189,8 +187,6 @@ def _as_integers(x: Tensor, form: str) -> Tensor:
     return x.view(torch.int16) if form == "bf16" else x
 
 
-def store_kv(
-    *, k: Tensor, v: Tensor, arena: Tensor, layout: PageLayout, layer: int, pages: Tensor, rows: Tensor
-) -> None:
+def store_kv(*, k: Tensor, v: Tensor, kv: LayerKV, pages: Tensor, rows: Tensor) -> None:
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    run(plan_store_kv(k=k, v=v, arena=arena, layout=layout, layer=layer, pages=pages, rows=rows))
+    run(plan_store_kv(k=k, v=v, kv=kv, pages=pages, rows=rows))
