@@ -134,7 +134,7 @@ STEPS: list[tuple[type, str]] = [
     (DeviceMemory, "copy_state"),
     (DeviceMemory, "copy_page"),
     (DeviceMemory, "clear_state"),
-    (Admission, "_write_table"),
+    (Admission, "_write_row"),
     (PrefixIndex, "begin_fill"),
     (HostTier, "restore"),
     (CopyStream, "submit"),
