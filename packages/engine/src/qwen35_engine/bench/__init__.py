@@ -36,11 +36,11 @@ class Sizes:
 
 FULL = Sizes(
     ModelSizes(prefill_turns=5, decode_turns=4, warm_turns=15),
-    StorageSizes(restores=30, admissions=1000),
+    StorageSizes(restores=20, admissions=1000),
 )
 QUICK = Sizes(
     ModelSizes(prompt=1024, steps=16, history=1000, prefill_turns=2, decode_turns=1, warm_turns=3),
-    StorageSizes(restores=6, admissions=200),
+    StorageSizes(restored=16_384, restores=6, admissions=200),
 )
 
 
@@ -100,6 +100,7 @@ def _details(times: dict[str, Times]) -> dict[str, Any]:
             "quote_stage_240k_p99_ms": percentile([each.cpu for each in times["admission"].all], 0.99) * 1e3,
         },
         "step_overhead_8_us": times["decode 8 outside the model"].median * 1e6,
+        "restore_short_ratio": times["restore short reference"].median / times["restore short"].median,
         "restore_scattered_ratio": times["restore reference"].median / times["restore scattered"].median,
         "contended": [name for name, each in times.items() if each.contended],
     }
