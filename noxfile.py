@@ -104,6 +104,6 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
-    """Links and code of the pages under docs/."""
+    """Links of all pages, headings of the packages' READMEs."""
     install(session, *PACKAGES, tests_of=tuple(PACKAGES))
     pytest(session, "tests/test_docs.py")

@@ -1,4 +1,4 @@
-"""The pages point at things that exist, and say nothing of the machine they were written on."""
+"""The pages point at things that exist, and each package's README has the headings it must have."""
 
 from __future__ import annotations
 
