@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-context",
         type=int,
         default=None,
-        help="tokens of the longest sequence; by default the model's, at most 32768",
+        help="tokens of the longest sequence; by default the model's, at most 32768 and at most --kv-capacity",
     )
     add(
         "--max-concurrency",
@@ -109,7 +109,8 @@ def _parser() -> argparse.ArgumentParser:
         "--kv-capacity",
         type=int,
         default=None,
-        help="tokens of KV in all; by default 1 GiB of it on a CPU, 85 %% of what is free on CUDA, less the states",
+        help="tokens of KV in all, at least --max-context; by default 1 GiB of it on a CPU, 85 %% of what is free, less"
+        " the states, on CUDA",
     )
     add(
         "--device-snapshot-slots",

@@ -49,6 +49,8 @@ class ServeError(Exception):
 
     Attributes:
         status: the HTTP status.
+        kind: OpenAI's ``type`` of the error.
+        message: what the client reads.
         param: the request's field at fault, if one is.
         code: a word a program can test for.
     """

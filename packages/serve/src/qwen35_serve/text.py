@@ -64,6 +64,10 @@ class ChatText:
     ) -> ChatPrompt:
         """Render and tokenise a conversation, ending with the opener of the answer.
 
+        Args:
+            messages, tools: as OpenAI's, arguments of calls as objects.
+            template_arguments: further variables of the template.
+
         Raises:
             InvalidRequest: the template refuses the messages.
         """
