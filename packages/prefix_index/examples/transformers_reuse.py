@@ -49,7 +49,7 @@ def as_bytes(tokens: Iterable[int]) -> bytes:
 
 
 class Reuse:
-    """A generation loop that never computes a cached prefix again."""
+    """A generation loop that resumes each prompt from the deepest snapshot it finds."""
 
     def __init__(self, model: Qwen3_5ForCausalLM, num_pages: int, num_slots: int) -> None:
         self.model = model

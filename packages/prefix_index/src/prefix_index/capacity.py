@@ -58,7 +58,7 @@ def plan_admission(demands: Iterable[Demand], pools: Sequence[PoolState], evicta
     `evictable` counts what the index could give up now, each a page in every pool.
 
     A source needs entitlement - depth + restore pages of a pool. It fits when free pages and evictions cover that in
-    every pool, its own path and tail not being evicted.
+    every pool, its own path and tail not being evicted. Raises InvalidArgument without a pool.
     """
     if not pools:
         raise InvalidArgument("plan_admission: at least one pool is needed, got none")

@@ -70,7 +70,7 @@ def plan_coalescing(
 
     reuse               tokens the cache could serve now
     wait_limit_seconds  the queue's timeout: twice the sibling's way to the target must fit into half of it; 0: no wait
-    split_seconds       what an exact tap costs the sibling; with 0 the target is the block boundary at the divergence
+    split_seconds       what an exact tap costs the sibling; with 0 the target is the last block's end they share
     """
     shared = min(common_prefix(prompt, sibling.prompt), prompt.num_tokens - 1)
     if shared <= reuse or wait_limit_seconds <= 0:

@@ -3,6 +3,8 @@
 A follower keeps blocks by hash (the hash chains from the namespace, whose bytes never leave the index) and snapshots by
 anchor, tail and extra. It may start late: `PrefixIndex.state_events` describes what is there as the events that would
 have led to it, and carries the sequence number from which to go on.
+
+Hashes are 64-bit ints, tokens and tails int32 little-endian bytes, a depth a block's place in its path from 0.
 """
 
 from __future__ import annotations

@@ -44,9 +44,12 @@ class PrefixIndex:
     Allocates nothing and copies nothing: pages, slots and slabs are integers whose free lists the caller owns. One
     thread changes it; `prepare` may run anywhere. Deterministic: no clock, no randomness, no order taken from hashes.
 
+    Every verb may raise InvalidArgument (a value out of its range), WrongState (right, but not now), StaleHandle (what
+    it named is gone), ForeignHandle (another index's) and, where it changes the index, WrongThread.
+
     block_tokens  tokens per block, the unit of identity
     pools         device pools every block has a page in
-    snapshots     False for models without recurrent state: every block boundary can be resumed
+    snapshots     False for models without recurrent state: the end of every block can be resumed
     block_bytes, image_bytes, image_slabs   sizes of a block's record and of a state image, for values and restore costs
     cost          the cost model that values snapshots
     block_hash    (parent hash, token bytes, extra) -> 64-bit hash; for tests that force collisions
@@ -241,6 +244,7 @@ class PrefixIndex:
     ) -> Publication:
         """Make the state after `frontier` tokens resumable.
 
+        frontier    above the one the lease resumed from; its whole blocks are committed and on the device
         slot        the device slot that holds the image
         tail        int32 bytes of the tokens between the last whole block below the frontier and the frontier
         tail_pages  the tail's own page, one id per pool; exactly when there is a tail
@@ -372,16 +376,19 @@ class PrefixIndex:
         return given.freeze()
 
     def clear(self, namespace: bytes | None = None) -> Freed:
-        """Forget a namespace, or everything. Refused while a lease or a fill pins any of it."""
+        """Forget a namespace, or everything. Raises WrongState while a lease or a fill pins any of it."""
         self._guard.enter("clear")
         return clear(self._core, namespace).freeze()
 
     def export(self) -> HostTables:
-        """The Host-resident part as plain tables: retained snapshots whose path is on the Host, and those paths."""
+        """The Host-resident part as plain tables: retained snapshots whose path is on the Host, and those paths.
+
+        Raises WrongState while a copy to the Host is on its way."""
         return export(self._core)
 
     def restore(self, tables: HostTables) -> None:
-        """Take exported rows back, Host-only and without evicting anything. Into an empty index only.
+        """Take exported rows back, Host-only and without evicting anything. Into an empty index only, else
+        WrongState.
 
         The rows' slabs are the caller's, filled with their bytes (see `with_slabs`). Bad tables change nothing."""
         self._guard.enter("restore")

@@ -1,4 +1,4 @@
-"""The walk of a look-up. Reads the tree, changes nothing, and copies out whatever the answer may be asked for."""
+"""The walk of a look-up. Reads the tree, changes nothing, and notes where the answer finds what it may be asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer of a look-up: frozen values that refer to nothing which may change."""
+"""The answer of a look-up: frozen, whatever happens to the index afterwards."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Candidate:
 
     @property
     def snapshot(self) -> SnapshotHandle | None:
-        """The snapshot; None for a block boundary of an index without snapshots."""
+        """The snapshot; None for the end of a block in an index without snapshots."""
         return None if self._record is None else SnapshotHandle(self._match._owner, self._record)
 
     @property
@@ -140,7 +140,8 @@ class Candidates(Sequence[Candidate]):
 
 
 class Match:
-    """What the index knew about a prompt when it was asked. Frozen; refers to nothing that may change."""
+    """What the index knew about a prompt when it was asked. Frozen: the lists of the index that it reads are only
+    ever added to or replaced."""
 
     __slots__ = (
         "_device_blocks",

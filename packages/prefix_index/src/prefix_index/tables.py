@@ -1,7 +1,8 @@
 """The Host-resident part of an index as plain tables, and which of it a smaller Host tier should take back.
 
 Parents come first, so that a reader can build as it reads; snapshots come in the order of their last hit. Rows carry
-slab handles of the process that wrote them: a reader puts its own in their place (`HostTables.with_slabs`).
+slab handles of the process that wrote them: a reader puts its own in their place (`HostTables.with_slabs`). Tokens and
+tails are int32 little-endian bytes. Rows that contradict each other raise InvalidArgument where they are read.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ class TapHints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TapLimits:
-    """How many taps, and how far apart."""
+    """How many taps, and how far apart: the ladder's first is `ladder_tokens` from the prompt's end, each next one
+    twice as far, none closer than `min_gap_tokens` to another snapshot. InvalidArgument for a value out of range."""
 
     max_taps: int = 8
     ladder_tokens: int = 4096

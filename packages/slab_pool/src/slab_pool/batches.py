@@ -86,7 +86,7 @@ class CopyBatch:
 
     @classmethod
     def of(cls, direction: Direction, parts: Iterable[tuple[str, Iterable[Copy]]]) -> CopyBatch:
-        """A batch of `(name, copies)` parts. At least one part: a batch without one has nothing to wait for."""
+        """A batch of `(name, copies)` parts. ValueError for none: a batch without a part has nothing to wait for."""
         made = tuple(BatchPart(name, tuple(copies)) for name, copies in parts)
         if not made:
             raise ValueError("CopyBatch.of: at least one part must be given, got none")
@@ -100,7 +100,8 @@ def record_copies(
     """Bytes `[begin, end)` of every record of `runs`, one copy a run.
 
     `arena` is the device's `uint8[num_records, record_bytes]`, contiguous; the record starts at `slab_begin` in
-    its slab. Rows that touch each other on both sides become one contiguous copy.
+    its slab. Rows that touch each other on both sides become one contiguous copy. ValueError for another arena, and for
+    bytes or records outside arena or slab.
     """
     flat, record_bytes = _flat_arena("record_copies", arena)
     if not (0 <= begin < end <= record_bytes and 0 <= slab_begin <= pool.slab_bytes - end):
@@ -133,7 +134,8 @@ def image_copies(pool: SlabPool, arena: Tensor, index: int, handles: Sequence[in
     """Bytes `[begin, end)` of image `index`, packed over the slabs `handles` in their order.
 
     `arena` is the device's `uint8[num_images, image_bytes]`, contiguous. Slabs that follow each other in one
-    chunk are copied as one piece.
+    chunk are copied as one piece. ValueError for another arena, an index or bytes outside it, or a wrong number of
+    slabs; StaleSlab for a bad handle.
     """
     flat, image_bytes = _flat_arena("image_copies", arena)
     if not (0 <= begin <= end <= image_bytes and 0 <= index < arena.shape[0]):

@@ -62,7 +62,8 @@ def save_image(
     Written beside it (`temporary_path`), made durable, then renamed over it: until the last moment a file that
     was at `path` stays as it was, whatever happens, and the temporary file is removed. `cancelled` is asked
     before every slab and before the rename; then ImageCancelled. A disk that is full, or any other refusal of
-    the system, is the OSError it is. The slabs' copies must have landed.
+    the system, is the OSError it is; StaleSlab for a bad handle, ValueError for more than 64 tables. The slabs' copies
+    must have landed.
     """
     path = Path(path)
     temporary = temporary_path(path)
@@ -193,8 +194,8 @@ class ImageFile:
         """Read slabs (all, or those at `ordinals`, in that order) into newly acquired ones; their handles.
 
         All or nothing: on any error every slab acquired here is free again. ImageUnsuitable for another slab
-        size, PoolExhausted for too small a pool, ImageDamaged for a wrong byte in any slab that was to be read,
-        ImageCancelled when `cancelled` says so before one.
+        size, IndexError for an ordinal the file lacks, PoolExhausted for too small a pool, ImageDamaged for a wrong
+        byte in any slab that was to be read, ImageCancelled when `cancelled` says so before one.
         """
         if self.slab_bytes != pool.slab_bytes:
             raise ImageUnsuitable(

@@ -51,7 +51,8 @@ class SlabPool:
     Arguments: `image_bytes` is the largest record that spans slabs (0: none does). A budget must hold one
     such image, the partial record that may belong to it, and one record more. `first_generation` fixes the
     generations (tests that compare handles of two pools). `allocate`, `registrar` and `memory_limit` are seams
-    for tests.
+    for tests. ValueError for sizes that do not fit, HostMemoryError where the system has or gives less. After `close()`
+    every call that takes or names slabs raises PoolClosed.
     """
 
     def __init__(
@@ -134,7 +135,8 @@ class SlabPool:
     # -- acquire and release ---------------------------------------------------------------------------------
 
     def acquire(self, count: int = 1) -> tuple[int, ...]:
-        """Take the `count` lowest free slabs, in rising order: all of them, or `PoolExhausted` and none."""
+        """Take the `count` lowest free slabs, in rising order: all of them, or `PoolExhausted` and none.
+        HostMemoryError where a chunk could not be touched or page-locked."""
         free = self._free
         if not 0 <= count <= len(free) or self._closed:
             self._refuse_acquire(count)
@@ -221,17 +223,17 @@ class SlabPool:
         return self._slab_numbers("slab_numbers", handles)
 
     def tensor(self, handle: int) -> Tensor:
-        """The slab's bytes as a uint8 tensor of `slab_bytes`, no copy."""
+        """The slab's bytes as a uint8 tensor of `slab_bytes`, no copy; `StaleSlab` for a bad handle."""
         chunk, begin = self.place(self._slab_numbers("tensor", (handle,))[0])
         return chunk.tensor[begin : begin + self.slab_bytes]
 
     def memory(self, handle: int) -> memoryview:
-        """The slab's bytes as a writable memoryview, no copy."""
+        """The slab's bytes as a writable memoryview, no copy; `StaleSlab` for a bad handle."""
         chunk, begin = self.place(self._slab_numbers("memory", (handle,))[0])
         return chunk.memory[begin : begin + self.slab_bytes]
 
     def place(self, slab_number: int) -> tuple[HostChunk, int]:
-        """The chunk a slab lies in, and its first byte there."""
+        """The chunk a slab lies in, by the slab's number, and its first byte there. Not checked."""
         index, row = divmod(slab_number, self.slabs_per_chunk)
         return self._chunks[index], row * self.slab_bytes
 
@@ -242,7 +244,8 @@ class SlabPool:
     def plan_runs(
         self, records: Sequence[int], handles: Sequence[int], *, record_bytes: int, max_pitch_bytes: int = 2**31 - 1
     ) -> Runs:
-        """`runs.plan_runs` for slabs of this pool, given by handle. `record_bytes` is the arena's record."""
+        """`runs.plan_runs` for slabs of this pool, given by handle; `StaleSlab` for a bad one. `record_bytes` is the
+        arena's record."""
         return plan_runs(
             records,
             self._slab_numbers("plan_runs", handles),

@@ -31,6 +31,7 @@ class RecordLayout:
 
     Parts do not overlap and lie inside the record; bytes of no part (padding) are allowed. A record larger
     than a slab is packed: its byte `o` lies in slab `o // slab_bytes` of its list, whichever slabs those are.
+    ValueError for parts that overlap, are empty, lie outside or share a name.
     """
 
     __slots__ = ("_by_name", "parts", "record_bytes")
@@ -56,7 +57,7 @@ class RecordLayout:
         return self._by_name[name]
 
     def spans(self, name: str, slab_bytes: int) -> tuple[Span, ...]:
-        """The pieces of a part, in order, across slabs of `slab_bytes`."""
+        """The pieces of a part, in order, across slabs of `slab_bytes`; KeyError for no such part."""
         _, begin, end = self._by_name[name]
         return record_spans(begin, end, slab_bytes)
 
@@ -66,7 +67,8 @@ class RecordLayout:
 
 
 def record_spans(begin: int, end: int, slab_bytes: int) -> tuple[Span, ...]:
-    """Record bytes `[begin, end)` as pieces of slabs, in order, none crossing a slab's border."""
+    """Record bytes `[begin, end)` as pieces of slabs, in order, none crossing a slab's border. ValueError unless
+    0 <= begin <= end."""
     if not 0 <= begin <= end:
         raise ValueError(f"record_spans: begin and end must rise from 0, got {begin!r} and {end!r}")
     spans = []
@@ -87,7 +89,7 @@ class SlabLayout(NamedTuple):
 
 def pack_slab(record_bytes: Mapping[str, int]) -> SlabLayout:
     """Lay one record per arena into a slab: in the order given, each from the next 4 KiB border, and the whole
-    rounded up to 4 KiB."""
+    rounded up to 4 KiB. ValueError for no record, or an empty one."""
     if not record_bytes:
         raise ValueError("pack_slab: at least one record must be given, got none")
     offsets = {}

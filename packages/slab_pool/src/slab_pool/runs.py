@@ -1,4 +1,4 @@
-"""Coalescing: which pairs of record and slab can move as one strided copy."""
+"""Runs: which pairs of record and slab can move as one strided copy."""
 
 from __future__ import annotations
 

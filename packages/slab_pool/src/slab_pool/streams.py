@@ -75,7 +75,7 @@ class CopyStream(ABC):
 
         `after` is a handle from `compute_stream()`, a ticket (also another stream's), an event of the device,
         or a tuple of these. There is no default: a copy that does not say what it waits for reads memory that
-        is still being written.
+        is still being written. TypeError or ValueError for what cannot be waited for, PoolClosed after `close`.
         """
         prerequisites = tuple(after) if isinstance(after, (tuple, list)) else (after,)
         if not prerequisites:
