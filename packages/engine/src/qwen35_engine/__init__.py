@@ -1,4 +1,4 @@
-"""A Qwen3.5 engine that never computes a cached token twice.
+"""A Qwen3.5 engine that resumes prompts from cached state.
 
 >>> from qwen35_engine import Engine, GenerationRequest, NewTokens, SamplingParams
 >>> from qwen35_engine.demo import demo_folder

@@ -251,6 +251,7 @@ class Engine:
         return self._worker.is_open
 
     def stats(self) -> EngineStats:
+        """Gauges and totals now; on a busy engine gauges may be a step apart."""
         worker = self._worker.stats()
         return EngineStats(
             running=worker.running,

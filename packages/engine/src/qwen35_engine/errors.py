@@ -10,7 +10,7 @@
     ├── QueueFull            the bounded queue has no room; try again later
     ├── QueueTimeout         the request waited longer than it may
     ├── EngineClosed         the engine is stopping or has stopped
-    └── ExecutionError       a forward pass failed; the request ended without an answer
+    └── ExecutionError       admission or a forward pass failed; the request ended without an answer, or in the middle
 """
 
 from __future__ import annotations
@@ -73,4 +73,4 @@ class EngineClosed(EngineError):
 
 
 class ExecutionError(EngineError):
-    """A forward pass failed for this request."""
+    """Admission or a forward pass failed for this request, or the engine had to start afresh."""

@@ -50,7 +50,8 @@ class EngineOptions:
         kv_dtype: ``auto``, ``float32`` or ``bfloat16``, of keys and values in their pages. ``auto`` is that of the
             activations.
         threads: CPU threads of a forward pass; None leaves torch's own choice.
-        max_context: tokens of the longest sequence, prompt and output together.
+        max_context: tokens of the longest sequence, prompt and output together. None: the model's, at most 32,768 and
+            at most a given ``kv_capacity``.
         max_concurrency: sequences that run at once, 1 to 256.
         max_pending: requests that may wait; one more is refused.
         prefill_chunk: tokens of a prompt that one step computes.
@@ -239,7 +240,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveOptions:
-    """Every choice in force. ``num_blocks`` is the KV capacity in blocks of 64 tokens."""
+    """Every choice in force, as in ``EngineOptions``. ``num_blocks`` is the KV capacity in blocks of 64 tokens."""
 
     device: str
     dtype: str

@@ -77,6 +77,9 @@ class GenerationRequest:
         hints: what is known of the prompt's structure: where a later prompt may well continue differently, such as the
             start of the generation opener. Snapshots are planned from it.
         reuse: False computes everything and leaves nothing behind.
+
+    Raises:
+        RequestError: an empty prompt, a value out of its range, a hint outside the prompt.
     """
 
     tokens: Sequence[int]
@@ -149,6 +152,7 @@ class TokenStream:
 
     Written by the engine's worker, read by one reader on any thread. ``notify`` is called on the worker after each
     event and must return at once; an asynchronous reader schedules its own wake-up there and calls ``take``.
+    ``request_id`` is the number its report has.
     """
 
     def __init__(self, request_id: int, cancel: Callable[[int], None], notify: Callable[[], None] | None) -> None:

@@ -16,8 +16,8 @@ __all__ = ["Space"]
 class Space:
     """Pages, slots and slabs. Takes free ones first and makes the index give up what is short.
 
-    Deliberately knows no lanes and no tokens. At most ``snapshot_limit`` slots are the snapshots': a lane always finds
-    one.
+    Deliberately knows no lanes and no tokens. At most ``snapshot_limit`` slots are the snapshots', so that they never
+    take a lane's.
     """
 
     def __init__(self, memory: DeviceMemory, index: PrefixIndex, host: HostTier | None, *, snapshot_limit: int) -> None:
