@@ -142,6 +142,7 @@ class Core:
 
         Raises:
             CopyFailed: a copy failed; nothing can go on.
+            Exception: a step failed for which no single lane can be blamed; see ``recover``.
         """
         self.cache.poll()
         self._note_landings()
