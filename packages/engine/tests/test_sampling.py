@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from qwen35_engine import SamplingParams, SamplingRow
@@ -23,6 +24,15 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
     drawn = KernelSampler()(LOGITS, rows)
     best = LOGITS.argmax(-1).tolist()
     assert [drawn[0], drawn[2], drawn[3]] == [best[0], best[2], best[3]]
+
+
+@pytest.mark.parametrize(
+    "least", [{"top_p": 5e-324}, {"top_p": 1e-50}, {"temperature": 5e-324}, {"temperature": 1e-40}, {"min_p": 1}]
+)
+def test_the_least_a_request_may_ask_for_takes_the_most_likely(least: dict[str, float]) -> None:
+    """Also where single precision cannot tell it from 0."""
+    drawn = KernelSampler()(LOGITS, [row(seed=seed, **least) for seed in range(4)])
+    assert drawn == LOGITS.argmax(-1).tolist()
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:

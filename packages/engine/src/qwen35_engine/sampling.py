@@ -46,12 +46,13 @@ class KernelSampler:
         def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
+        # Doubles, as the request has them: a top_p above 0 must not be rounded to 0.
         drawn = kernels.sample(
             logits=logits,
-            temperature=column([row.params.temperature for row in rows], torch.float32),
+            temperature=column([row.params.temperature for row in rows], torch.float64),
             top_k=column([row.params.top_k for row in rows], torch.int64),
-            top_p=column([row.params.top_p for row in rows], torch.float32),
-            min_p=column([row.params.min_p for row in rows], torch.float32),
+            top_p=column([row.params.top_p for row in rows], torch.float64),
+            min_p=column([row.params.min_p for row in rows], torch.float64),
             seeds=column([row.seed for row in rows], torch.int64),
             steps=column([row.step for row in rows], torch.int64),
         )
