@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ import torch
 from cache_bench import small_memory
 from qwen35_engine import OptionError
 from qwen35_engine.host import HostTier, Image, Tail
+from slab_pool import Ticket
+from slab_pool.testing import ManualCopyStream
+from slab_pool.tickets import Completion
 
 MEMORY = small_memory(12, 8)
 SLAB_BYTES = -(-MEMORY.page_layout.page_bytes // 4096) * 4096
@@ -70,3 +75,37 @@ def test_bytes_come_back_as_they_went(seed: int) -> None:
         host.check_invariants()
     finally:
         host.close()
+
+
+class Interrupted:
+    """A completion that lets something else happen the moment after it was asked whether the batch is done."""
+
+    def __init__(self, completion: Completion, meanwhile: Callable[[], object]) -> None:
+        self._completion = completion
+        self._meanwhile: list[Callable[[], object]] = [meanwhile]
+
+    def finished(self) -> bool:
+        finished = self._completion.finished()
+        while self._meanwhile:
+            self._meanwhile.pop()()
+        return finished
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._completion, name)
+
+
+def test_the_worker_may_settle_copies_while_another_thread_reads_the_gauges() -> None:
+    writes = ManualCopyStream()
+    host = HostTier(MEMORY, budget_bytes=40 * SLAB_BYTES, reads=ManualCopyStream(), writes=writes)
+    tickets = [host.write([1 + i], host.acquire(1), (), ()) for i in range(2)]
+    writes.land(1)
+    settled: list[Ticket] = []
+    tickets[0].completion = Interrupted(tickets[0].completion, lambda: settled.extend(host.poll()))
+    stats = host.stats()
+    assert settled == tickets[:1]
+    assert stats.written_bytes == stats.writing_bytes == tickets[0].batch_bytes
+    assert stats.copies_in_flight == 1
+    writes.land_all()
+    assert host.poll() == tickets[1:]
+    assert host.stats().written_bytes == 2 * tickets[0].batch_bytes
+    host.close()
