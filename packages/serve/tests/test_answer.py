@@ -66,6 +66,20 @@ def test_a_call_with_typed_arguments() -> None:
     assert parse(f"Wait.\n\n{CALL}\n{CALL}", tools=True) == [Content("Wait."), expected, expected]
 
 
+@pytest.mark.parametrize(
+    "value", ["NaN", "-Infinity", "[1e999]", '{"a": NaN}', '"\\ud800"', '{"\\ud800": 1}', "[" * 100_000, "9" * 5000]
+)
+def test_what_is_no_json_to_everybody_stays_text(value: str) -> None:
+    call = f"<tool_call>\n<function=look_up>\n<parameter=any>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    (called,) = parse(call, tools=True)
+    assert called == CalledTool("look_up", json.dumps({"any": value}))
+
+
+def test_json_with_escapes_is_read() -> None:
+    call = '<tool_call><function=look_up><parameter=any>["\\ud83d\\ude00", 1e3]</parameter></function></tool_call>'
+    assert parse(call, tools=True) == [CalledTool("look_up", '{"any": ["😀", 1000.0]}')]
+
+
 def test_without_tools_the_tags_are_text() -> None:
     assert parse(CALL) == [Content(CALL)]
 

@@ -136,13 +136,16 @@ class AnswerParser:
 
 
 def _typed(value: str, schema: object) -> Any:
-    """A parameter's value: text where the tool's schema says so, else JSON where it is valid JSON."""
+    """A parameter's value: text where the tool's schema says so, else JSON where it is JSON that a client can read."""
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return value
     try:
-        return json.loads(value)
-    except ValueError:
+        read = json.loads(value)
+        # Python reads more than JSON has, such as NaN, and escapes that are no characters.
+        json.dumps(read, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
         return value
+    return read
 
 
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
