@@ -61,14 +61,14 @@ class Message(_Part):
 
 
 class StreamOptions(_Part):
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class SamplingFields(_Part):
     """What chat and completions share. ``cache_prompt: false`` neither takes from the cache nor leaves anything."""
 
     model: str
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -95,7 +95,7 @@ class SamplingFields(_Part):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and self.stream_options.include_usage is True
 
 
 class CompletionRequest(SamplingFields):
@@ -103,7 +103,7 @@ class CompletionRequest(SamplingFields):
 
     prompt: Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
@@ -191,6 +191,6 @@ def _from_validation(error: ValidationError) -> InvalidRequest:
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     chosen = max(errors, key=lambda entry: len(entry["loc"]))
     # The branch of a union is no part of a field's name.
-    parts = [str(part) for part in chosen["loc"] if part != "str" and "[" not in str(part)]
+    parts = [str(part) for part in chosen["loc"] if part not in ("str", "constrained-str") and "[" not in str(part)]
     param = ".".join(parts)
     return InvalidRequest(f"{param}: {chosen['msg']}", param=param)
