@@ -80,6 +80,37 @@ def test_malformed_json_is_400(app: Starlette) -> None:
     }
 
 
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def called_with(arguments: object) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tools": [nested(800)]},
+        {"chat_template_kwargs": {"x": nested(800)}},
+        {"messages": called_with(nested(800))},
+        {"messages": called_with("[" * 100_000)},
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        {"messages": called_with({"a": "\ud800"})},
+        {"messages": called_with('{"a": "\\ud800"}')},
+        {"tools": [{"type": "function", "function": {"name": "\ud800"}}]},
+    ],
+)
+def test_what_can_be_sent_and_not_be_rendered_is_400(app: Starlette, changes: dict[str, Any]) -> None:
+    """Values nested deeper than they can be walked, and halves of surrogate pairs."""
+    response = send(app, "POST", "/v1/chat/completions", content=json.dumps(BODY | changes).encode())
+    assert response.status_code == 400, response.text
+    assert error_of(response)["type"] == "invalid_request_error"
+
+
 def test_a_prompt_as_long_as_the_context_is_400(app: Starlette) -> None:
     body = BODY | {"messages": [{"role": "user", "content": "a b " * 400}]}
     response = send(app, "POST", "/v1/chat/completions", json=body)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from qwen35_engine import Engine, GenerationRequest, TapHints
 
 from .answer import AnswerParser, CalledTool, Content, Delta, Thinking
-from .errors import ServeError, require_model
+from .errors import InvalidRequest, ServeError, require_model
 from .generation import End, Generation, respond, sampling_of
 from .schema import ChatRequest, parse_chat_request
 from .shapes import head, sse, usage_body
@@ -72,13 +72,17 @@ class ChatService:
         return await respond(http, answer.generation, events=events, whole=lambda: self._whole(answer))
 
     def _prepare(self, body: bytes) -> tuple[ChatRequest, ChatPrompt]:
-        request = parse_chat_request(body)
-        require_model(request.model, served=self._model_name)
-        prompt = self._text.render(
-            request.template_messages(),
-            tools=request.template_tools(),
-            template_arguments=request.template_arguments(),
-        )
+        try:
+            request = parse_chat_request(body)
+            require_model(request.model, served=self._model_name)
+            prompt = self._text.render(
+                request.template_messages(),
+                tools=request.template_tools(),
+                template_arguments=request.template_arguments(),
+            )
+        except RecursionError:
+            # Reading, checking and rendering each go down into what a client nests: tools, arguments of calls.
+            raise InvalidRequest("the request body is nested too deeply", code="invalid_json") from None
         return request, prompt
 
     async def _whole(self, answer: _Answer) -> Response:

@@ -79,6 +79,7 @@ class ChatText:
                 )
                 for opener in (False, True)
             )
+            whole.encode()  # half a surrogate pair is no text, though JSON can say it
         except (TemplateError, TypeError, ValueError, AttributeError) as error:
             raise InvalidRequest(
                 f"messages: the model's chat template refuses them: {_one_line(error)}", param="messages"
