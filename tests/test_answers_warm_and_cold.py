@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from lanes import collect
-from qwen35_engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TapHints
+from qwen35_engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from qwen35_engine.demo import demo_folder
 from qwen35_serve.text import ChatPrompt, ChatText
 
@@ -84,7 +84,7 @@ class Talk:
                     sampling=SamplingParams(temperature=0),
                     max_tokens=16,
                     stop_token_ids=self.engine.config.eos_token_ids,
-                    hints=TapHints(opener=prompt.opener, explicit=tuple(explicit)),
+                    hints=replace(prompt.hints, explicit=tuple(explicit)),
                 )
             )
             for prompt in prompts

@@ -48,6 +48,7 @@ def test_sampling_out_of_range(field: str, value: Any, complaint: str) -> None:
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"hints": TapHints(explicit=(4,))}, "a hint's position must lie inside the prompt, got 4"),
         ({"hints": TapHints(opener=0)}, "a hint's position must lie inside the prompt, got 0"),
+        ({"hints": TapHints(message_boundaries=(2, 9))}, "a hint's position must lie inside the prompt, got 9"),
     ],
 )
 def test_requests_out_of_range(changes: dict[str, Any], complaint: str) -> None:

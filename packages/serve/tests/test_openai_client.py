@@ -102,6 +102,35 @@ def test_the_second_turn_computes_only_what_is_new(client: OpenAI, thinking: boo
     assert first.usage.prompt_tokens - 10 - 64 <= cached < usage.prompt_tokens
 
 
+def cached_of(client: OpenAI, **request: Any) -> tuple[int, int]:
+    """Tokens of the prompt that were cached, and that were not."""
+    usage = client.chat.completions.create(max_tokens=1, **request, **FAST).usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    cached = usage.prompt_tokens_details.cached_tokens or 0
+    return cached, usage.prompt_tokens - cached
+
+
+def test_a_second_conversation_shares_the_system_message_at_once(client: OpenAI) -> None:
+    system = {"role": "system", "content": "Lockers are numbered from 1 to 99. " * 20}
+    assert cached_of(client, messages=[system, ask("Who has locker 7? " * 20)])[0] == 0
+    cached, computed = cached_of(client, messages=[system, ask("Where is Ana?")])
+    assert cached > 200
+    assert computed < 25
+
+
+def test_another_system_message_shares_the_tools_in_front_of_it_at_once(client: OpenAI) -> None:
+    tools: Any = [
+        {"type": "function", "function": {"name": f"tool_{i}", "description": "Looks something up.", "parameters": {}}}
+        for i in range(10)
+    ]
+    messages = [[{"role": "system", "content": f"It is the {day}."}, ask("Hello!")] for day in ("second", "third")]
+    assert cached_of(client, messages=messages[0], tools=tools)[0] == 0
+    cached, computed = cached_of(client, messages=messages[1], tools=tools)
+    assert cached > 400
+    assert computed < 40
+
+
 def test_the_first_turn_of_a_new_prefix_has_nothing_cached(client: OpenAI) -> None:
     usage = client.chat.completions.create(messages=[ask("zebra " * 100)], max_tokens=1, **FAST).usage
     assert usage is not None

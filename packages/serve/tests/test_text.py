@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from qwen35_engine import TapHints
 from qwen35_engine.checkpoint.config import read_config
 from qwen35_engine.demo import demo_folder
 from qwen35_serve.errors import InvalidRequest, ModelFolderError
@@ -107,12 +108,49 @@ def test_what_the_template_refuses(messages: list[dict[str, Any]], complaint: st
 def test_the_opener_is_where_the_next_turn_may_differ() -> None:
     for arguments in ({}, {"enable_thinking": False}):
         prompt = CHAT.render([SYSTEM, ASK], tools=None, template_arguments=arguments)
-        assert prompt.opener is not None
-        assert TOKENIZER.decode(prompt.tokens[prompt.opener :]).startswith("<|im_start|>assistant\n")
+        assert prompt.hints.opener is not None
+        assert TOKENIZER.decode(prompt.tokens[prompt.hints.opener :]).startswith("<|im_start|>assistant\n")
         answered = [SYSTEM, ASK, {"role": "assistant", "content": "In Oslo."}, ASK]
         following = CHAT.render(answered, tools=None, template_arguments=arguments)
-        assert following.tokens[: prompt.opener] == prompt.tokens[: prompt.opener]
+        assert following.tokens[: prompt.hints.opener] == prompt.tokens[: prompt.hints.opener]
         assert following.tokens[: len(prompt.tokens)] != prompt.tokens
+
+
+def test_the_preamble_ends_where_other_conversations_may_begin() -> None:
+    others = [{"role": "user", "content": "Is it raining?"}, {"role": "assistant", "content": "No."}, ASK]
+    prompt, other = (
+        CHAT.render([SYSTEM, *messages], tools=[TOOL], template_arguments={}) for messages in ([ASK], others)
+    )
+    tools_end, end = prompt.hints.structural
+    assert TOKENIZER.decode(prompt.tokens[:end]).endswith("You are a helpful assistant.<|im_end|>\n")
+    assert other.tokens[:end] == prompt.tokens[:end]
+    assert prompt.hints.message_boundaries == (end, prompt.hints.opener)
+    # Another system message shares the tools in front of it.
+    strange = CHAT.render([{"role": "system", "content": "Be rude."}, ASK], tools=[TOOL], template_arguments={})
+    assert strange.hints.structural[0] == tools_end
+    assert strange.tokens[:tools_end] == prompt.tokens[:tools_end]
+    assert "</tools>" in TOKENIZER.decode(prompt.tokens[:tools_end])
+    assert TOKENIZER.decode(prompt.tokens[tools_end:]).strip().startswith("You are")
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "places"),
+    [([ASK], None, 0), ([ASK], [TOOL], 1), ([SYSTEM, ASK], None, 1), ([{**SYSTEM, "content": ""}, ASK], [TOOL], 1)],
+)
+def test_only_what_is_there_is_marked(messages: list[Any], tools: list[Any] | None, places: int) -> None:
+    prompt = CHAT.render(messages, tools=tools, template_arguments={})
+    assert len(prompt.hints.structural) == places
+    for place in prompt.hints.structural:
+        assert TOKENIZER.decode(prompt.tokens[:place]).endswith("<|im_end|>\n")
+        assert TOKENIZER.decode(prompt.tokens[place:]).startswith("<|im_start|>user\n")
+
+
+def test_a_prompt_that_the_client_has_rendered_gets_the_same_hints() -> None:
+    prompt = CHAT.render([SYSTEM, ASK], tools=None, template_arguments={})
+    assert CHAT.hints(list(prompt.tokens)) == prompt.hints
+    closed = [*prompt.tokens, *CHAT.encode("In Oslo.<|im_end|>\n")]
+    assert CHAT.hints(closed).opener is None
+    assert CHAT.hints(CHAT.encode("plain text")) == CHAT.hints([]) == TapHints()
 
 
 def test_tokens_are_those_of_the_whole_text() -> None:
@@ -129,7 +167,7 @@ def test_a_template_without_a_marked_opener_still_renders(tmp_path: Path) -> Non
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %} answer:{% endif %}"
     )
     prompt = ChatText(folder, vocab_size=VOCAB_SIZE).render([ASK], tools=None, template_arguments={})
-    assert prompt.opener is None
+    assert prompt.hints.opener is None
     assert TOKENIZER.decode(prompt.tokens) == "Where does Ana live? answer:"
 
 

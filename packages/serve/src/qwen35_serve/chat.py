@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from qwen35_engine import Engine, GenerationRequest, TapHints
+from qwen35_engine import Engine, GenerationRequest
 
 from .answer import AnswerParser, CalledTool, Content, Delta, Thinking
 from .errors import InvalidRequest, ServeError, require_model
@@ -141,7 +141,7 @@ class _Answer:
                 sampling=sampling_of(request),
                 max_tokens=request.output_limit,
                 stop_token_ids=engine.config.eos_token_ids,
-                hints=TapHints(opener=prompt.opener),
+                hints=prompt.hints,
                 reuse=request.reuse,
             ),
             stops=request.stop or (),

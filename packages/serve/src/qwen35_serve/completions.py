@@ -44,6 +44,7 @@ class CompletionService:
                 max_tokens=request.max_tokens or _DEFAULT_MAX_TOKENS,
                 stop_token_ids=frozenset() if request.ignore_eos else self._engine.config.eos_token_ids,
                 logprobs=request.logprobs,
+                hints=self._text.hints(tokens),
                 reuse=request.reuse,
             ),
             stops=request.stop or (),

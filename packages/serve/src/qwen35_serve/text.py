@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
+from qwen35_engine import TapHints
+
 from .errors import InvalidRequest, ModelFolderError
 
 __all__ = ["ChatPrompt", "ChatText", "StopStrings", "TokenDecoder", "possible_beginning"]
+
+# What a template raises for messages it cannot render.
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -22,13 +28,12 @@ class ChatPrompt:
 
     Attributes:
         tokens: what the model continues.
-        opener: position of the generation opener, from which the next turn's rendering of the same conversation may
-            differ; None where it cannot be told.
+        hints: where later prompts may continue differently.
         thinking: whether the opener leaves a thinking block open.
     """
 
     tokens: tuple[int, ...]
-    opener: int | None
+    hints: TapHints
     thinking: bool
 
 
@@ -48,12 +53,15 @@ class ChatText:
             raise ModelFolderError(f"{folder}: no usable tokenizer: {_one_line(error)}") from error
         if not self._tokenizer.chat_template:
             raise ModelFolderError(f"{folder}: no chat_template.jinja, and no chat_template in tokenizer_config.json")
-        largest = max(self._tokenizer.get_vocab().values())
+        vocabulary = self._tokenizer.get_vocab()
+        largest = max(vocabulary.values())
         if largest >= vocab_size:
             raise ModelFolderError(
                 f"{folder / 'tokenizer.json'}: token ids must be below vocab_size {vocab_size}, got {largest}"
             )
         self._pieces = _token_bytes(self._tokenizer, folder)
+        self._start, self._end = (vocabulary.get(mark) for mark in ("<|im_start|>", "<|im_end|>"))
+        self._preamble = tuple(self.encode("<|im_start|>system"))
 
     def render(
         self,
@@ -71,26 +79,54 @@ class ChatText:
         Raises:
             InvalidRequest: the template refuses the messages.
         """
-        arguments = dict(template_arguments)
         try:
-            history, whole = (
-                self._tokenizer.apply_chat_template(
-                    list(messages), tools=tools, add_generation_prompt=opener, tokenize=False, **arguments
-                )
-                for opener in (False, True)
-            )
-            whole.encode()  # half a surrogate pair is no text, though JSON can say it
-        except (TemplateError, TypeError, ValueError, AttributeError) as error:
+            text = self._apply(messages, tools, template_arguments)
+            text.encode()  # half a surrogate pair is no text, though JSON can say it
+        except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(
                 f"messages: the model's chat template refuses them: {_one_line(error)}", param="messages"
             ) from error
-        thinking = whole.rstrip().endswith("<think>")
-        opener_text = whole[len(history) :]
-        if whole.startswith(history) and opener_text.startswith("<|im_start|>"):
-            # A control token always splits the text, so both parts can be tokenised on their own.
-            before = self.encode(history)
-            return ChatPrompt((*before, *self.encode(opener_text)), len(before) or None, thinking)
-        return ChatPrompt(tuple(self.encode(whole)), None, thinking)
+        tokens = tuple(self.encode(text))
+        hints = self.hints(tokens)
+        if tools and hints.structural and messages[0].get("role") in ("system", "developer"):
+            with contextlib.suppress(*_TEMPLATE_ERRORS):  # a template that wants a text there tells nothing
+                silent = self._apply([{**messages[0], "content": ""}, *messages[1:]], tools, template_arguments)
+                before_text = self.encode(text[: _common_length(text, silent)])
+                end_of_tools = _common_length(tokens, tuple(before_text))
+                if 0 < end_of_tools < hints.structural[0]:
+                    hints = replace(hints, structural=(end_of_tools, *hints.structural))
+        return ChatPrompt(tokens, hints, thinking=text.rstrip().endswith("<think>"))
+
+    def hints(self, tokens: Sequence[int]) -> TapHints:
+        """What the control tokens of a prompt, rendered here or by the client, tell of its structure: where messages
+        begin, where a system message in front ends, where an answer is opened."""
+        if self._start is None or self._end is None:
+            return TapHints()
+        starts = []
+        at = -1
+        with contextlib.suppress(ValueError):
+            while True:
+                at = tokens.index(self._start, at + 1)
+                starts.append(at)
+        boundaries = tuple(place for place in starts if place)
+        opened = bool(boundaries) and self._end not in tokens[boundaries[-1] :]
+        has_preamble = tuple(tokens[: len(self._preamble)]) == self._preamble
+        return TapHints(
+            opener=boundaries[-1] if opened else None,
+            structural=boundaries[:1] if has_preamble else (),
+            message_boundaries=boundaries,
+        )
+
+    def _apply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        arguments: Mapping[str, Any],
+    ) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            list(messages), tools=tools, add_generation_prompt=True, tokenize=False, **arguments
+        )
+        return text
 
     def show(self, token: int) -> str:
         """One token as text, U+FFFD for bytes that are no character by themselves."""
@@ -104,6 +140,18 @@ class ChatText:
         """Token ids of text as it is, without a template."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
+
+
+def _common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items two sequences of one kind have in common in front."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class TokenDecoder:
