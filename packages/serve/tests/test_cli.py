@@ -16,7 +16,7 @@ import pytest
 
 from qwen35_engine.demo import demo_folder
 from qwen35_serve.cli import main
-from server_process import running_server
+from server_process import SECONDS_TO_START, running_server
 
 
 def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, list[str]]:
@@ -36,6 +36,25 @@ def test_the_printed_curl_works_and_sigterm_ends_in_order() -> None:
         assert answer["choices"][0]["message"]["role"] == "assistant"
         assert answer["usage"]["completion_tokens"] > 0
         assert server.stop(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_with_the_banner_ends_in_order(number: int) -> None:
+    """The address is told, and uvicorn does not listen for signals yet."""
+    script = f"""
+import os, sys, uvicorn
+from qwen35_serve import cli
+run = uvicorn.Server.run
+def interrupted(*args, **kwargs):
+    os.kill(os.getpid(), {int(number)})
+    run(*args, **kwargs)
+uvicorn.Server.run = interrupted
+sys.exit(cli.main(["--model", "demo", "--port", "0", "--no-calibrate"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], stdout=subprocess.DEVNULL, timeout=SECONDS_TO_START, check=False
+    )
+    assert done.returncode == 0
 
 
 def test_a_process_with_every_flag_writes_its_log_and_shows_its_choices(tmp_path: Path) -> None:

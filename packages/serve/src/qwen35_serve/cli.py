@@ -175,14 +175,26 @@ def _serve(args: argparse.Namespace) -> int:
             timeout_graceful_shutdown=_GRACE_SECONDS,
             lifespan="off",
         )
+        server = uvicorn.Server(config)
+        _stop_on_signals(server)
         _print_start(engine)
         _print_address(listener, args.host, name)
-        # uvicorn stops on these signals and then raises them once more; by then there is nothing left to interrupt,
-        # and the engine is still to be closed.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
     return 0
+
+
+def _stop_on_signals(server: uvicorn.Server) -> None:
+    """Have the server stop also on a signal that comes before it listens for signals itself.
+
+    It raises those that stopped it once more at its end: there is nothing left to interrupt by then, and the engine is
+    still to be closed.
+    """
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
 
 
 class _CannotListen(Exception):
