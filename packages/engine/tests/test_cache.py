@@ -269,6 +269,27 @@ def test_an_endpoint_waits_for_copies_that_hold_every_snapshot_slot() -> None:
     bench.check_nothing_is_lost()
 
 
+def test_what_landed_together_is_settled_though_one_of_it_raises() -> None:
+    bench = Bench(lanes=2, snapshots=3, slabs=40)
+    for tokens in (list(range(150)), list(range(200, 340))):
+        bench.run(tokens, finish=True)
+    transfers, backup = bench.cache._transfers, bench.cache._backup
+    assert transfers is not None
+    assert backup is not None
+    assert backup.reading_slots is not None
+
+    def fail() -> None:
+        raise MemoryError
+
+    transfers.afterwards(backup.reading_slots, fail)
+    bench.writes.land_all()
+    with pytest.raises(MemoryError):
+        bench.cache.poll()
+    bench.cache.poll()
+    assert not len(transfers)
+    bench.check_nothing_is_lost()
+
+
 def test_an_endpoint_is_given_up_where_no_copy_would_make_room() -> None:
     bench = Bench(lanes=2, snapshots=1, slabs=40)
     tokens = list(range(150))

@@ -20,7 +20,7 @@ from qwen35_engine import (
     QueueTimeout,
     TapHints,
 )
-from slab_pool import CopyFailed
+from slab_pool import CopyFailed, Ticket
 
 TRUNK = tokens_of(0, 700)
 
@@ -188,6 +188,33 @@ def test_after_a_failure_that_spares_nobody_the_core_starts_afresh() -> None:
         assert rig.bench.cache.index.stats().blocks == 0
         assert rig.ask(history, 3).cached_tokens == 0
         rig.check_nothing_is_lost()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_write_through_that_cannot_start_is_recovered_from(waits: bool) -> None:
+    """At a lane's end, and where that end had to wait for copies that held every snapshot slot."""
+    rig = Rig(lanes=2, snapshots=1, slabs=60, pages=40, max_taps=0)
+    real, failures = rig.bench.host.write, [MemoryError()]  # type: ignore[union-attr]
+
+    def write(*what: Any) -> Ticket:
+        if failures:
+            raise failures.pop()
+        return real(*what)
+
+    if waits:
+        rig.ask(tokens_of(31, 100), 3)
+        rig.ask(tokens_of(32, 100), 3)  # the only slot is being read
+    rig.bench.host.write = write  # type: ignore[method-assign, union-attr]
+    rig.bench.writes.land_all()
+    rig.submit(tokens_of(33, 100), 3)
+    rig.run_dry()
+    assert rig.recoveries == 1
+    assert isinstance(rig.ended[-1][0], Failed)
+    history = tokens_of(34, 100)
+    rig.ask(history, 3)
+    rig.bench.land_all()
+    assert rig.ask([*history, *continuation(history, 3)], 3).cached_tokens == 102
+    rig.check_nothing_is_lost()
 
 
 def test_an_error_of_one_lane_is_its_own() -> None:

@@ -33,6 +33,7 @@ from qwen35_engine import (
 )
 from qwen35_engine.checkpoint.config import read_config
 from qwen35_engine.model.weights import load_weights
+from slab_pool import Ticket
 
 GREEDY = SamplingParams(temperature=0)
 VOCAB = tiny_checkpoints.BASE["vocab_size"]
@@ -338,6 +339,29 @@ def test_cancel_while_waiting_and_while_running(folder: Path) -> None:
             assert end.usage.completion_tokens < 100
         assert engine.stats().running == engine.stats().waiting == 0
         running.cancel()  # after the end: nothing happens
+
+
+def test_a_cancel_that_runs_out_of_memory_does_not_end_the_engine(folder: Path) -> None:
+    gate = Gate()
+    with engine_of(folder, gate, max_concurrency=1, host_cache_mib=8) as engine:
+        host = engine._host
+        assert host is not None
+        real, failures = host.write, [MemoryError()]
+
+        def write(*what: Any) -> Ticket:
+            if failures:
+                raise failures.pop()
+            return real(*what)
+
+        host.write = write  # type: ignore[method-assign]
+        running = engine.submit(request([1, 2], 100))
+        assert gate.reached.wait(timeout=60)
+        running.cancel()
+        gate.open.set()
+        end = list(running)[-1]
+        assert isinstance(end, Failed)
+        assert isinstance(end.error, ExecutionError)
+        collect(engine.submit(request([1, 2])))
 
 
 def test_a_cancelled_prompt_leaves_what_it_computed(folder: Path) -> None:

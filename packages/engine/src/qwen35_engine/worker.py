@@ -115,7 +115,7 @@ class Worker:
             torch.set_num_threads(self._threads)
         reason: EngineError = EngineClosed("the engine was closed before the answer was complete")
         try:
-            while self._drain():
+            while self._wait():
                 self._turn()
             self._core.cache.drain()
         except Exception as error:
@@ -130,6 +130,7 @@ class Worker:
 
     def _turn(self) -> None:
         try:
+            self._drain()
             self._core.turn()
         except CopyFailed:
             raise  # bytes are in doubt that nobody can check: an orderly end is all that is left
@@ -137,15 +138,17 @@ class Worker:
             logger.exception("a step failed; every request is answered and the cache emptied")
             self._core.recover(error)
 
-    def _drain(self) -> bool:
-        """Hand over what came in; wait while there is nothing to do. False: stop."""
+    def _wait(self) -> bool:
+        """Wait while there is nothing to do. False: stop."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._inbox or self._cancelled or self._core.has_work)
-            if self._closing:
-                return False
+            return not self._closing
+
+    def _drain(self) -> None:
+        """Hand over what came in."""
+        with self._changed:
             jobs, self._inbox = self._inbox, deque()
             cancelled, self._cancelled = self._cancelled, set()
         self._core.add(jobs)
         if cancelled:
             self._core.cancel(cancelled)
-        return True

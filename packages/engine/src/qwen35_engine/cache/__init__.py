@@ -92,6 +92,7 @@ class PrefixCache:
         )
         self._publisher = Publisher(memory, self.index, self._space)
         self._endpoints_skipped = 0
+        self._ending: list[LaneMemory] = []  # their endpoints wait for copies
         self._backup: Backup | None = None
         self._prefetch: Prefetch | None = None
         if host is not None and self._transfers is not None and restorer is not None:
@@ -191,10 +192,16 @@ class PrefixCache:
         if not self._publisher.publish_endpoint(lane, tokens, computed):
             in_the_way = None if self._backup is None else self._backup.reading_slots
             if in_the_way is not None and self._transfers is not None:
-                self._transfers.afterwards(in_the_way, lambda: self._end_with_snapshot(lane, tokens, computed))
+                self._transfers.afterwards(in_the_way, lambda: self._end_later(lane, tokens, computed))
+                self._ending.append(lane)
                 return
             self._endpoints_skipped += 1
         self._write_and_let_go(lane)
+
+    def _end_later(self, lane: LaneMemory, tokens: array[int], computed: int) -> None:
+        """The copies have landed. Whatever raises leaves the lane among those that are to be ended."""
+        self._end_with_snapshot(lane, tokens, computed)
+        self._ending.remove(lane)
 
     def abandon(self, lane: LaneMemory) -> None:
         """End a sequence without a snapshot at its end. What it committed before stays reusable; one of which no pass
@@ -208,16 +215,17 @@ class PrefixCache:
         self._let_go(lane)
 
     def empty(self, lanes: Iterable[LaneMemory]) -> None:
-        """End these sequences, all there are, and forget everything cached: after a failure that spared nobody.
+        """End these sequences, all that run, and forget everything cached: after a failure that spared nobody.
 
         Raises:
             CopyFailed: a copy failed; the engine has to end.
             RuntimeError: something has no owner, so that the engine has to end as well.
         """
         self.drain()
-        for lane in lanes:
+        for lane in (*lanes, *self._ending):
             self._admission.retire(lane)
             self._let_go(lane)
+        self._ending.clear()
         self._space.reclaim(self.index.clear())
         self._space.require_all_free()
 

@@ -6,6 +6,7 @@ Afterwards a device eviction loses nothing. Blocks come first, since no snapshot
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from typing import cast
 
 from prefix_index import PrefixIndex, Tier
@@ -37,10 +38,14 @@ class Backup:
         return self._with_images[0] if self._with_images else None
 
     def write_through(self, lane: LaneMemory) -> None:
-        """Start the batch; the lane's lease is still held."""
+        """Start the batch; the lane's lease is still held. Where a step raises, what was promised is taken back."""
+        with ExitStack() as undo:
+            self._start(lane, undo)
+
+    def _start(self, lane: LaneMemory, undo: ExitStack) -> None:
         if lane.lease is None:
             return
-        fills, pages, slabs = self._blocks(lane)
+        fills, pages, slabs = self._blocks(lane, undo)
         images: list[Image] = []
         tails: list[Tail] = []
         for snapshot in lane.published:
@@ -59,18 +64,21 @@ class Backup:
             if len(taken) < wanted:
                 self._space.give_back_slabs(taken)
                 continue
+            undo.callback(self._space.give_back_slabs, taken)
             fills.append(self._index.begin_fill(snapshot, Tier.HOST, taken))
+            undo.callback(self._index.abort, fills[-1])
             images.append(Image(copies.slot, taken[: self._host.image_slabs]))
             tails += [Tail(page, taken[-1]) for page in copies.tail_pages]
         if not fills:
             return
         ticket = self._host.write(pages, slabs, images, tails)
+        undo.pop_all()
         self._transfers.add(ticket, fills)
         if images:
             self._with_images.append(ticket)
             self._transfers.afterwards(ticket, lambda: self._with_images.remove(ticket))
 
-    def _blocks(self, lane: LaneMemory) -> tuple[list[Fill], tuple[int, ...], tuple[int, ...]]:
+    def _blocks(self, lane: LaneMemory, undo: ExitStack) -> tuple[list[Fill], tuple[int, ...], tuple[int, ...]]:
         """From the first block without a Host copy on, as far as slabs go."""
         assert lane.lease is not None
         first = self._index.held(lane.lease, Tier.HOST)
@@ -80,6 +88,8 @@ class Backup:
         slabs = self._space.take_slabs(end - first, claim=math.inf)
         if not slabs:
             return [], (), ()
+        undo.callback(self._space.give_back_slabs, slabs)
         pages = self._index.handles(lane.lease, Tier.DEVICE, first, first + len(slabs))
         fill = self._index.begin_fill(lane.lease, Tier.HOST, slabs)
+        undo.callback(self._index.abort, fill)
         return [fill], cast(tuple[int, ...], pages), slabs

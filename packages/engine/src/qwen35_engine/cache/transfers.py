@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from prefix_index import Lease, PrefixIndex
@@ -25,6 +26,7 @@ class Transfers:
         self._fills: dict[Ticket, tuple[Fill, ...]] = {}
         self._guards: dict[Ticket, Lease] = {}
         self._afterwards: dict[Ticket, list[Callable[[], None]]] = {}
+        self._landed: deque[Ticket] = deque()  # where settling one raises, the others are still to be settled
 
     def __len__(self) -> int:
         return len(self._fills)
@@ -47,8 +49,9 @@ class Transfers:
         """
         if not self._fills:
             return
-        for ticket in self._host.poll():
-            self._settle(ticket)
+        self._landed.extend(self._host.poll())
+        while self._landed:
+            self._settle(self._landed.popleft())
 
     def drain(self) -> None:
         """Wait for everything and settle it, also what is started by settling."""
