@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.applications import Starlette
 
 import qwen35_serve.app
 from in_process import send
-from qwen35_engine import Engine, EngineOptions
+from qwen35_engine import Engine, EngineOptions, GenerationRequest
 from qwen35_engine.demo import demo_folder
 from qwen35_serve import ChatText, create_app
 
@@ -109,6 +110,24 @@ def test_what_can_be_sent_and_not_be_rendered_is_400(app: Starlette, changes: di
     response = send(app, "POST", "/v1/chat/completions", content=json.dumps(BODY | changes).encode())
     assert response.status_code == 400, response.text
     assert error_of(response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("module", "prompt"), [("chat", {}), ("completions", {"prompt": "hi"})])
+def test_no_work_on_a_prompt_holds_up_other_streams(
+    app: Starlette, monkeypatch: pytest.MonkeyPatch, module: str, prompt: dict[str, Any]
+) -> None:
+    """Checking what is known of a prompt takes time with its length; here it stands for all that does."""
+    threads = []
+
+    def checked(**fields: Any) -> GenerationRequest:
+        threads.append(threading.current_thread())
+        return GenerationRequest(**fields)
+
+    monkeypatch.setattr(f"qwen35_serve.{module}.GenerationRequest", checked)
+    route = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}[module]
+    assert send(app, "POST", route, json=BODY | prompt).status_code == 200
+    assert threads
+    assert threading.current_thread() not in threads  # it runs the event loop
 
 
 def test_a_prompt_as_long_as_the_context_is_400(app: Starlette) -> None:

@@ -65,13 +65,12 @@ class ChatService:
             ServeError: before the answer has begun.
         """
         # Reading and rendering a long conversation takes milliseconds that other streams should not wait for.
-        request, prompt = await asyncio.to_thread(self._prepare, body)
-        answer = _Answer(self._engine, self._text, request, prompt)
+        request, answer = await asyncio.to_thread(self._prepare, body)
         await answer.generation.start()
         events = self._stream(request, answer) if request.stream else None
         return await respond(http, answer.generation, events=events, whole=lambda: self._whole(answer))
 
-    def _prepare(self, body: bytes) -> tuple[ChatRequest, ChatPrompt]:
+    def _prepare(self, body: bytes) -> tuple[ChatRequest, _Answer]:
         try:
             request = parse_chat_request(body)
             require_model(request.model, served=self._model_name)
@@ -83,7 +82,7 @@ class ChatService:
         except RecursionError:
             # Reading, checking and rendering each go down into what a client nests: tools, arguments of calls.
             raise InvalidRequest("the request body is nested too deeply", code="invalid_json") from None
-        return request, prompt
+        return request, _Answer(self._engine, self._text, request, prompt)
 
     async def _whole(self, answer: _Answer) -> Response:
         message = _Message()

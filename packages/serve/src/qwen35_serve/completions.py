@@ -34,7 +34,17 @@ class CompletionService:
         Raises:
             ServeError: before the answer has begun.
         """
-        request, tokens = await asyncio.to_thread(self._prepare, body)
+        # Milliseconds, for a long prompt, that other streams should not wait for.
+        request, generation = await asyncio.to_thread(self._prepare, body)
+        await generation.start()
+        events = self._stream(request, generation) if request.stream else None
+        return await respond(http, generation, events=events, whole=lambda: self._whole(request, generation))
+
+    def _prepare(self, body: bytes) -> tuple[CompletionRequest, Generation]:
+        request = parse_completion_request(body)
+        require_model(request.model, served=self._model_name)
+        prompt = request.prompt
+        tokens = self._text.encode(prompt) if isinstance(prompt, str) else prompt
         generation = Generation(
             self._engine,
             self._text.decoder(),
@@ -49,15 +59,7 @@ class CompletionService:
             ),
             stops=request.stop or (),
         )
-        await generation.start()
-        events = self._stream(request, generation) if request.stream else None
-        return await respond(http, generation, events=events, whole=lambda: self._whole(request, generation))
-
-    def _prepare(self, body: bytes) -> tuple[CompletionRequest, list[int]]:
-        request = parse_completion_request(body)
-        require_model(request.model, served=self._model_name)
-        prompt = request.prompt
-        return request, self._text.encode(prompt) if isinstance(prompt, str) else prompt
+        return request, generation
 
     async def _whole(self, request: CompletionRequest, generation: Generation) -> Response:
         pieces: list[Piece] = []
