@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import slab_pool
 import tiny_checkpoints
 from lanes import ForcingSampler, assert_same_predictions, collect, run
 from qwen35_engine import (
@@ -33,7 +35,8 @@ from qwen35_engine import (
 )
 from qwen35_engine.checkpoint.config import read_config
 from qwen35_engine.model.weights import load_weights
-from slab_pool import Ticket
+from slab_pool import Copy, Direction, Ticket
+from slab_pool.cpu import CpuCopyStream, copy_now
 
 GREEDY = SamplingParams(temperature=0)
 VOCAB = tiny_checkpoints.BASE["vocab_size"]
@@ -339,6 +342,28 @@ def test_cancel_while_waiting_and_while_running(folder: Path) -> None:
             assert end.usage.completion_tokens < 100
         assert engine.stats().running == engine.stats().waiting == 0
         running.cancel()  # after the end: nothing happens
+
+
+def test_an_idle_engine_settles_what_lands(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long after the last request has ended, nothing of it is held or shown as held."""
+    open_gate = threading.Event()
+
+    def copy(copies: Sequence[Copy], direction: Direction) -> None:
+        assert open_gate.wait(timeout=60)
+        copy_now(copies, direction)
+
+    monkeypatch.setattr(slab_pool, "open_copy_stream", lambda _: CpuCopyStream(copy=copy))
+    with engine_of(folder, host_cache_mib=8) as engine:
+        collect(engine.submit(request(tokens(200, 3))))
+        assert engine.stats().index.fills_in_flight > 0
+        open_gate.set()
+        end = time.monotonic() + 60
+        while engine.stats().index.fills_in_flight:
+            assert time.monotonic() < end, "nobody looked whether the copies have landed"
+        stats = engine.stats()
+        cached = stats.index.device_blocks + stats.index.device_tails
+        assert stats.index.evictable_device_pages == cached
+        assert stats.cache.pages_free + cached == stats.cache.pages_total
 
 
 def test_a_cancel_that_runs_out_of_memory_does_not_end_the_engine(folder: Path) -> None:

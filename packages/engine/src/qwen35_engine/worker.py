@@ -21,6 +21,9 @@ __all__ = ["Worker", "WorkerStats"]
 
 logger = logging.getLogger(__name__)
 
+# How often an idle worker looks whether copies have landed: what they hold is to be free again, and shown as such.
+_LANDING_SECONDS = 0.01
+
 
 @dataclass(frozen=True)
 class WorkerStats:
@@ -139,9 +142,12 @@ class Worker:
             self._core.recover(error)
 
     def _wait(self) -> bool:
-        """Wait while there is nothing to do. False: stop."""
+        """Wait while there is nothing to do, but no longer than copies are left to themselves. False: stop."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._inbox or self._cancelled or self._core.has_work)
+            self._changed.wait_for(
+                lambda: self._closing or self._inbox or self._cancelled or self._core.has_work,
+                timeout=_LANDING_SECONDS if self._core.cache.copying else None,
+            )
             return not self._closing
 
     def _drain(self) -> None:

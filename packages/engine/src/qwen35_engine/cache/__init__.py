@@ -104,6 +104,11 @@ class PrefixCache:
         """int64 ``[max_concurrency, blocks]``, see ``Admission``."""
         return self._admission.block_tables
 
+    @property
+    def copying(self) -> bool:
+        """Whether copies are on their way, or have landed and are to be settled."""
+        return self._transfers is not None and len(self._transfers) > 0
+
     def poll(self) -> None:
         """Settle the copies that have landed.
 
@@ -119,7 +124,7 @@ class PrefixCache:
         Raises:
             CopyFailed: one failed; the engine has to end.
         """
-        if self._transfers is None or not len(self._transfers):
+        if self._transfers is None or not self.copying:
             return False
         self._transfers.drain()
         return True
