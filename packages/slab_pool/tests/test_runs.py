@@ -104,6 +104,8 @@ def test_nothing_is_no_run():
         ([1], [1, 2], "equally long, got 1 and 2"),
         ([-1], [1], "at least 0, got -1 and 1"),
         ([1], [-1], "at least 0, got 1 and -1"),
+        ([-1], [-1], "at least 0, got -1 and -1"),
+        ([0, 1, 5, -1], [0, 1, 3, 2], "at least 0, got -1 and 2"),
     ],
 )
 def test_bad_lists_are_named(pages, slabs, message):

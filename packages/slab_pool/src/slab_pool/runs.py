@@ -75,16 +75,17 @@ def plan_runs(
     most_slabs = max_pitch_bytes // slab_bytes
     runs: list[tuple[int, int, int, int, int, int]] = []
     # The run that is being extended: its first pair, its length, its strides and, from the second pair on, the pair
-    # that would continue it. No pair can be -1.
+    # that would continue it.
     first_record = first_slab = count = 0
     record_stride = slab_stride = 1
-    next_record = next_slab = -1
+    next_record: int | None = None
+    next_slab = 0
     chunk = chunk_begin = chunk_end = 0
     for record, slab in zip(records, slabs, strict=True):
         if record == next_record and slab == next_slab and slab < chunk_end:
             count += 1
-            next_record += record_stride
-            next_slab += slab_stride
+            next_record = record + record_stride
+            next_slab = slab + slab_stride
             continue
         if count == 1:
             step, slab_step = record - first_record, slab - first_slab
@@ -95,7 +96,7 @@ def plan_runs(
             runs.append((first_record, 1, chunk, first_slab - chunk_begin, 1, 1))
         elif count:
             runs.append((first_record, record_stride, chunk, first_slab - chunk_begin, slab_stride, count))
-            next_record = -1
+            next_record = None
         if record < 0 or slab < 0:
             raise ValueError(f"plan_runs: numbers must be at least 0, got {record} and {slab}")
         first_record, first_slab, count = record, slab, 1
