@@ -151,6 +151,15 @@ def test_a_released_handle_reaches_no_bytes(op):
             getattr(pool, op)(handle)
 
 
+def test_handles_that_come_one_by_one_are_checked_as_well():
+    with small_pool(4) as pool:
+        first, second = pool.acquire(2)
+        pool.release([first])
+        assert pool.slab_numbers(iter([second])) == [1]
+        with pytest.raises(StaleSlab):
+            pool.slab_numbers(iter([second, first]))
+
+
 def test_the_same_handle_twice_in_one_release_is_refused():
     with small_pool(4) as pool:
         (handle,) = pool.acquire()
@@ -338,6 +347,8 @@ def test_a_closed_pool_refuses_everything_and_closes_again():
         lambda: pool.memory(handle),
         lambda: pool.plan_runs([0], [handle], record_bytes=1),
         lambda: pool.wait_until_ready(),
+        lambda: pool.place(0),
+        lambda: pool.chunk_tensor(0),
     ):
         with pytest.raises(PoolClosed, match="the slab pool is closed"):
             use()

@@ -195,9 +195,10 @@ class SlabPool:
         """The numbers of slabs that are out under exactly these handles; StaleSlab otherwise."""
         if self._closed:
             self._check_open(op)
+        handles = list(handles)
         numbers = [handle >> _GENERATION_BITS for handle in handles]
         try:
-            good = list(map(self._current.__getitem__, numbers)) == list(handles)
+            good = list(map(self._current.__getitem__, numbers)) == handles
         except IndexError:
             good = False
         if not good or (numbers and min(numbers) < 0):
@@ -235,11 +236,19 @@ class SlabPool:
     def place(self, slab_number: int) -> tuple[HostChunk, int]:
         """The chunk a slab lies in, by the slab's number, and its first byte there. Not checked."""
         index, row = divmod(slab_number, self.slabs_per_chunk)
-        return self._chunks[index], row * self.slab_bytes
+        try:
+            return self._chunks[index], row * self.slab_bytes
+        except IndexError:
+            self._check_open("place")
+            raise
 
     def chunk_tensor(self, index: int) -> Tensor:
         """All bytes of one chunk, uint8."""
-        return self._tensors[index]
+        try:
+            return self._tensors[index]
+        except IndexError:
+            self._check_open("chunk_tensor")
+            raise
 
     def plan_runs(
         self, records: Sequence[int], handles: Sequence[int], *, record_bytes: int, max_pitch_bytes: int = 2**31 - 1
