@@ -250,6 +250,24 @@ def test_arenas_made_under_inference_mode_are_copied_into():
         assert int(arena.sum()) == 100
 
 
+def test_a_thread_that_was_refused_is_started_by_the_next_batch(monkeypatch):
+    stream = CpuCopyStream()
+    arena = torch.ones(2, SLAB, dtype=torch.uint8)
+    with small_pool(2) as pool:
+        batch = page_batch(pool, arena, pool.acquire(1), [0], Direction.DEVICE_TO_HOST)
+
+        def refuse(thread):
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start"):
+                stream.submit(batch, after=CALLING_THREAD)
+        ticket = stream.submit(batch, after=CALLING_THREAD)
+        stream.close()
+        assert stream.poll() == (ticket,)
+
+
 def test_a_stream_that_copied_nothing_closes():
     stream = CpuCopyStream()
     stream.close()

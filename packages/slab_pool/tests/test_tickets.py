@@ -77,3 +77,19 @@ def test_an_error_without_frames_says_where_it_was_raised():
         assert chained.__traceback__ is None
     assert "in deep" in kept.__cause__.__notes__[0]
     assert "test_tickets.py" in kept.__notes__[0]
+
+
+def test_an_error_that_is_its_own_cause_loses_its_frames_too():
+    try:
+        try:
+            raise KeyError("first")
+        except KeyError as first:
+            try:
+                raise OSError("second") from first
+            except OSError:
+                raise first  # noqa: B904 (its context is what it caused)
+    except KeyError as error:
+        kept = without_frames(error)
+    assert kept.__context__.__cause__ is kept, "the chain is meant to be a ring"
+    assert kept.__traceback__ is kept.__context__.__traceback__ is None
+    assert len(kept.__notes__) == len(kept.__context__.__notes__) == 1

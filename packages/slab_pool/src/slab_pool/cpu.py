@@ -144,8 +144,9 @@ class CpuCopyStream(CopyStream):
         completion = HostCompletion()
         if self._thread is None:
             # A daemon, so that an interpreter that ends without close() does not wait for it forever.
-            self._thread = threading.Thread(target=self._run, name="slab-pool-copy", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="slab-pool-copy", daemon=True)
+            thread.start()  # may be refused: then the next submit tries again
+            self._thread = thread
         with self._wake:
             self._queue.append((batch, after, completion))
             self._wake.notify()

@@ -42,7 +42,9 @@ def without_frames(error: BaseException) -> BaseException:
     """The error, no longer holding the frames it came through, and with them the batch's memory. Where it was raised
     stays readable, as a note."""
     chained: BaseException | None = error
-    while chained is not None:
+    seen = set()  # a cause may have been raised again: then the chain is a ring
+    while chained is not None and id(chained) not in seen:
+        seen.add(id(chained))
         chained.add_note("".join(traceback.format_tb(chained.__traceback__)).rstrip())
         chained.__traceback__ = None
         chained = chained.__cause__ or chained.__context__
