@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import resource
+from array import array
 
 import pytest
 import torch
@@ -287,6 +288,25 @@ def test_stale_handles_are_refused_before_a_file_is_touched(tmp_path):
 def test_a_missing_folder_is_an_os_error(tmp_path):
     with small_pool(2) as pool, pytest.raises(FileNotFoundError):
         save_image(tmp_path / "no" / "image", pool, pool.acquire(1))
+
+
+def test_a_closed_image_reads_no_file_that_took_its_descriptor(image, tmp_path):
+    path, _, pool = image
+    file = ImageFile(path)
+    file.close()
+    save_image(tmp_path / "other", pool, pool.acquire(2))
+    used = pool.num_used
+    with ImageFile(tmp_path / "other"), pytest.raises(ValueError, match="must be open"):
+        file.load(pool)
+    assert pool.num_used == used
+
+
+def test_a_table_may_be_a_buffer_of_wider_items(image):
+    path, _, pool = image
+    numbers = array("i", range(5))
+    save_image(path, pool, [], tables=[memoryview(numbers)])
+    with ImageFile(path) as file:
+        assert file.tables == (numbers.tobytes(),)
 
 
 def test_closing_twice_is_harmless(image):

@@ -195,8 +195,11 @@ class ImageFile:
 
         All or nothing: on any error every slab acquired here is free again. ImageUnsuitable for another slab
         size, IndexError for an ordinal the file lacks, PoolExhausted for too small a pool, ImageDamaged for a wrong
-        byte in any slab that was to be read, ImageCancelled when `cancelled` says so before one.
+        byte in any slab that was to be read, ImageCancelled when `cancelled` says so before one, ValueError after
+        `close()`.
         """
+        if not self._open:  # by now the system may have given the descriptor to another file
+            raise ValueError(f"load: the image file must be open, got {self.path} after close()")
         if self.slab_bytes != pool.slab_bytes:
             raise ImageUnsuitable(
                 f"load: slabs of {self.path} must have {pool.slab_bytes} bytes, got {self.slab_bytes}"

@@ -84,7 +84,7 @@ def encode_front(slab_bytes: int, num_slabs: int, tables: Sequence[bytes]) -> tu
     header = ImageHeader(
         slab_bytes,
         num_slabs,
-        tuple(len(table) for table in tables),
+        tuple(memoryview(table).nbytes for table in tables),
         tuple(zlib.crc32(table) for table in tables),
     )
     front = bytearray(_FIXED.pack(_MAGIC, VERSION, len(tables), slab_bytes, num_slabs))
