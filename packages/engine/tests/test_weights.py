@@ -78,7 +78,7 @@ def test_a_tied_head_is_the_embedding_and_may_be_stored_twice(tmp_path: Path) ->
     folder = tiny_checkpoints.save(tiny_checkpoints.oracle(tie_word_embeddings=True), tmp_path)
     rewrite(folder, {"lm_head.weight": load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()})
     weights = load(folder)
-    assert weights.head is weights.embedding
+    assert weights.head.data_ptr() == weights.embedding.data_ptr()
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:
@@ -160,7 +160,7 @@ def test_there_is_never_a_second_copy_of_the_model(tmp_path: Path) -> None:
     assert peak <= model_kib * 1.25, f"{peak} KiB at the peak for a model of {model_kib} KiB"
 
 
-@pytest.mark.parametrize(("dtype", "adjacent"), [(torch.float32, 0), (torch.bfloat16, 1)])
+@pytest.mark.parametrize(("dtype", "adjacent"), [(torch.float32, 1), (torch.bfloat16, 0)])
 def test_projections_lie_as_a_cpu_multiplies_them_fastest(dtype: torch.dtype, adjacent: int) -> None:
     config = read_config(demo_folder())
     weights = allocate_weights(config, device=torch.device("cpu"), dtype=dtype)

@@ -20,7 +20,7 @@ from qwen35_kernels import Tap
 
 from ..checkpoint.config import ModelConfig
 from ..memory import DeviceMemory
-from .weights import AttentionWeights, DeltaNetWeights, MLPWeights, ModelWeights
+from .weights import AttentionWeights, DeltaNetWeights, ModelWeights
 
 __all__ = ["Qwen35Model"]
 
@@ -129,7 +129,7 @@ class Qwen35Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits fp32 ``[B, vocab]`` of hidden states ``[B, hidden]`` that ``prefill`` or ``decode`` returned."""
         x = kernels.rms_norm(x=hidden, weight=self._weights.norm, eps=self._config.norm_eps)
-        return F.linear(x, self._weights.head).float()
+        return (x @ self._weights.head).float()
 
     def _layers(
         self,
@@ -147,20 +147,22 @@ class Qwen35Model:
                 before_layer(number)
             x = kernels.rms_norm(x=hidden, weight=layer.input_norm, eps=config.norm_eps)
             if isinstance(layer.mixer, DeltaNetWeights):
-                hidden = hidden + self._delta_net(x, layer.mixer, index, pass_)
+                mixed = self._delta_net(x, layer.mixer, index, pass_)
             else:
-                hidden = hidden + self._attention(x, layer.mixer, index, pass_, cos, sin)
+                mixed = self._attention(x, layer.mixer, index, pass_, cos, sin)
+            # The product that ends a block adds it to the residual stream: one rounding and one pass less.
+            hidden = torch.addmm(hidden, mixed, layer.mixer.out_proj)
             x = kernels.rms_norm(x=hidden, weight=layer.post_norm, eps=config.norm_eps)
-            hidden = hidden + _mlp(x, layer.mlp)
+            hidden = torch.addmm(hidden, kernels.swiglu(gate_up=x @ layer.mlp.gate_up_proj), layer.mlp.down_proj)
         return hidden
 
     def _delta_net(self, x: Tensor, weights: DeltaNetWeights, layer: int, pass_: _Prefill | _Decode) -> Tensor:
-        """Gated DeltaNet: causal conv over q, k, v; the gated delta rule; a norm gated by z."""
+        """Gated DeltaNet but for its output projection: causal conv over q, k, v; gated delta rule; norm gated by z."""
         config = self._config
         heads_k, heads_v = config.num_key_heads, config.num_value_heads
         key_size, value_size = heads_k * config.key_dim, heads_v * config.value_dim
         length = x.shape[0]
-        qkv, z, b, a = F.linear(x, weights.in_proj).split_with_sizes(
+        qkv, z, b, a = (x @ weights.in_proj).split_with_sizes(
             [config.conv_channels, value_size, heads_v, heads_v], dim=-1
         )
         qkv = pass_.conv(qkv, weights.conv, self._conv[layer])
@@ -180,7 +182,7 @@ class Qwen35Model:
             weight=weights.norm,
             eps=config.norm_eps,
         )
-        return F.linear(o.view(length, value_size), weights.out_proj)
+        return o.view(length, value_size)
 
     def _attention(
         self,
@@ -191,11 +193,12 @@ class Qwen35Model:
         cos: Tensor,
         sin: Tensor,
     ) -> Tensor:
-        """Gated attention: norms and partial rotary on q and k, attention over pages, a sigmoid gate on the output."""
+        """Gated attention but for its output projection: norms and partial rotary on q and k, attention over pages, a
+        sigmoid gate."""
         config, kv = self._config, self._kv[layer]
         heads, heads_kv, dim = config.num_heads, config.num_kv_heads, config.head_dim
         length = x.shape[0]
-        q_gate, k, v = F.linear(x, weights.qkv_proj).split_with_sizes(
+        q_gate, k, v = (x @ weights.qkv_proj).split_with_sizes(
             [2 * heads * dim, heads_kv * dim, heads_kv * dim], dim=-1
         )
         q, gate = q_gate.view(length, heads, 2 * dim).split_with_sizes([dim, dim], dim=-1)
@@ -217,11 +220,7 @@ class Qwen35Model:
         )
         o = pass_.attention(q, kv)
         o = kernels.attention_gate(o=o, gate=gate)
-        return F.linear(o.reshape(length, heads * dim), weights.out_proj)
-
-
-def _mlp(x: Tensor, weights: MLPWeights) -> Tensor:
-    return F.linear(kernels.swiglu(gate_up=F.linear(x, weights.gate_up_proj)), weights.down_proj)
+        return o.reshape(length, heads * dim)
 
 
 class _Prefill:

@@ -1,7 +1,8 @@
 """The weights of a model in the form the forward pass reads them, and where each stored tensor goes.
 
-Projections that read the same input are stacked into one matrix, so that a step makes fewer and larger products.
-The stored tensors are copied straight into their rows of the stack.
+Projections are matrices ``[inputs, outputs]``: ``x @ projection``. Those with the same input stand side by side in one,
+so that a step makes fewer and larger products. The stored tensors, ``[outputs, inputs]``, are copied straight to their
+columns.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _SKIPPED = {"vision": ("model.visual.", "visual."), "multi-token prediction": ("
 
 @dataclass(frozen=True)
 class DeltaNetWeights:
-    """Gated DeltaNet. ``in_proj`` stacks qkv, z, b, a along its rows; ``conv`` is ``[channels, width]``."""
+    """Gated DeltaNet. ``in_proj`` gives qkv, z, b, a side by side; ``conv`` is ``[channels, width]``."""
 
     in_proj: Tensor
     conv: Tensor
@@ -49,7 +50,7 @@ class DeltaNetWeights:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Gated attention. ``qkv_proj`` stacks q (with its gate, interleaved by head), k, v along its rows."""
+    """Gated attention. ``qkv_proj`` gives q (with its gate, interleaved by head), k, v side by side."""
 
     qkv_proj: Tensor
     q_norm: Tensor
@@ -59,7 +60,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class MLPWeights:
-    """SwiGLU. ``gate_up_proj`` stacks gate and up along its rows."""
+    """SwiGLU. ``gate_up_proj`` gives gate and up side by side."""
 
     gate_up_proj: Tensor
     down_proj: Tensor
@@ -75,7 +76,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """``head`` is the embedding itself where the checkpoint ties them."""
+    """``head``, ``[hidden, vocab]``, is the embedding itself, transposed, where the checkpoint ties them."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -140,8 +141,8 @@ def allocate_weights(config: ModelConfig, *, device: torch.device, dtype: torch.
     # for two, no difference from 64 on. In bf16 that would be four times slower.
     outputs_adjacent = device.type == "cpu" and dtype == torch.float32
 
-    def projection(outputs: int, inputs: int) -> Tensor:
-        return new(inputs, outputs).t() if outputs_adjacent else new(outputs, inputs)
+    def projection(inputs: int, outputs: int) -> Tensor:
+        return new(inputs, outputs) if outputs_adjacent else new(outputs, inputs).t()
 
     hidden, value_size = config.hidden_size, config.num_value_heads * config.value_dim
     query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -149,19 +150,19 @@ def allocate_weights(config: ModelConfig, *, device: torch.device, dtype: torch.
     def mixer(kind: str) -> DeltaNetWeights | AttentionWeights:
         if kind == LINEAR:
             return DeltaNetWeights(
-                in_proj=projection(config.conv_channels + value_size + 2 * config.num_value_heads, hidden),
+                in_proj=projection(hidden, config.conv_channels + value_size + 2 * config.num_value_heads),
                 conv=new(config.conv_channels, config.conv_width),
                 # The decay is exponentiated twice; fp32 whatever the model's dtype.
                 a_log=new(config.num_value_heads, dtype=torch.float32),
                 dt_bias=new(config.num_value_heads),
                 norm=new(config.value_dim),
-                out_proj=projection(hidden, value_size),
+                out_proj=projection(value_size, hidden),
             )
         return AttentionWeights(
-            qkv_proj=projection(2 * query_size + 2 * kv_size, hidden),
+            qkv_proj=projection(hidden, 2 * query_size + 2 * kv_size),
             q_norm=new(config.head_dim),
             k_norm=new(config.head_dim),
-            out_proj=projection(hidden, query_size),
+            out_proj=projection(query_size, hidden),
         )
 
     embedding = new(config.vocab_size, hidden)
@@ -173,14 +174,14 @@ def allocate_weights(config: ModelConfig, *, device: torch.device, dtype: torch.
                 mixer=mixer(kind),
                 post_norm=new(hidden),
                 mlp=MLPWeights(
-                    gate_up_proj=projection(2 * config.intermediate_size, hidden),
-                    down_proj=projection(hidden, config.intermediate_size),
+                    gate_up_proj=projection(hidden, 2 * config.intermediate_size),
+                    down_proj=projection(config.intermediate_size, hidden),
                 ),
             )
             for kind in config.layer_kinds
         ),
         norm=new(hidden),
-        head=embedding if config.tied_head else projection(config.vocab_size, hidden),
+        head=embedding.t() if config.tied_head else projection(hidden, config.vocab_size),
     )
 
 
@@ -190,14 +191,14 @@ def stored_tensors(config: ModelConfig, weights: ModelWeights) -> Iterator[tuple
     yield f"{prefix}embed_tokens.weight", weights.embedding
     yield f"{prefix}norm.weight", weights.norm
     if not config.tied_head:
-        yield "lm_head.weight", weights.head
+        yield "lm_head.weight", weights.head.t()
     for index, layer in enumerate(weights.layers):
         at = f"{prefix}layers.{index}."
         yield f"{at}input_layernorm.weight", layer.input_norm
         yield f"{at}post_attention_layernorm.weight", layer.post_norm
-        yield f"{at}mlp.down_proj.weight", layer.mlp.down_proj
+        yield f"{at}mlp.down_proj.weight", layer.mlp.down_proj.t()
         size = config.intermediate_size
-        yield from _rows(
+        yield from _columns(
             layer.mlp.gate_up_proj,
             (f"{at}mlp.gate_proj.weight", size),
             (f"{at}mlp.up_proj.weight", size),
@@ -209,7 +210,7 @@ def stored_tensors(config: ModelConfig, weights: ModelWeights) -> Iterator[tuple
 
 
 def _delta_net_places(config: ModelConfig, mixer: DeltaNetWeights, at: str) -> Iterator[tuple[str, Tensor]]:
-    yield from _rows(
+    yield from _columns(
         mixer.in_proj,
         (f"{at}in_proj_qkv.weight", config.conv_channels),
         (f"{at}in_proj_z.weight", config.num_value_heads * config.value_dim),
@@ -220,11 +221,11 @@ def _delta_net_places(config: ModelConfig, mixer: DeltaNetWeights, at: str) -> I
     yield f"{at}A_log", mixer.a_log
     yield f"{at}dt_bias", mixer.dt_bias
     yield f"{at}norm.weight", mixer.norm
-    yield f"{at}out_proj.weight", mixer.out_proj
+    yield f"{at}out_proj.weight", mixer.out_proj.t()
 
 
 def _attention_places(config: ModelConfig, mixer: AttentionWeights, at: str) -> Iterator[tuple[str, Tensor]]:
-    yield from _rows(
+    yield from _columns(
         mixer.qkv_proj,
         (f"{at}q_proj.weight", 2 * config.num_heads * config.head_dim),
         (f"{at}k_proj.weight", config.num_kv_heads * config.head_dim),
@@ -232,13 +233,13 @@ def _attention_places(config: ModelConfig, mixer: AttentionWeights, at: str) -> 
     )
     yield f"{at}q_norm.weight", mixer.q_norm
     yield f"{at}k_norm.weight", mixer.k_norm
-    yield f"{at}o_proj.weight", mixer.out_proj
+    yield f"{at}o_proj.weight", mixer.out_proj.t()
 
 
-def _rows(stack: Tensor, *parts: tuple[str, int]) -> Iterator[tuple[str, Tensor]]:
+def _columns(stack: Tensor, *parts: tuple[str, int]) -> Iterator[tuple[str, Tensor]]:
     begin = 0
     for name, size in parts:
-        yield name, stack[begin : begin + size]
+        yield name, stack[:, begin : begin + size].t()
         begin += size
-    if begin != stack.shape[0]:
-        raise AssertionError(f"the parts of a stack must fill its {stack.shape[0]} rows, got {begin}")
+    if begin != stack.shape[1]:
+        raise AssertionError(f"the parts of a stack must fill its {stack.shape[1]} columns, got {begin}")
