@@ -86,6 +86,18 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
         assert part.tolist() == whole[picked].tolist()
 
 
+@pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_without_probabilities_gets_a_token_and_leaves_the_others_alone(bad: float, settings: dict) -> None:
+    logits = torch.randn(3, 20, generator=generator(63))
+    seeds = torch.arange(3)
+    alone = sample(logits=logits, **parameters(3, seeds=seeds, **settings))
+    logits[1, slice(None) if bad < 0 else 4] = bad
+    tokens = sample(logits=logits, **parameters(3, seeds=seeds, **settings))
+    assert tokens[1] == (0 if bad < 0 else 4)
+    assert tokens[::2].tolist() == alone[::2].tolist()
+
+
 def test_frequencies_follow_the_probabilities() -> None:
     rows = 20_000
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
@@ -132,8 +144,9 @@ def test_log_probabilities_match_the_oracle() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": -0.5}, r"temperature must be at least 0, got -0.5"),
-        ({"temperature": math.nan}, r"temperature must be at least 0, got nan"),
+        ({"temperature": -0.5}, r"temperature must be finite and at least 0, got -0.5"),
+        ({"temperature": math.nan}, r"temperature must be finite and at least 0, got nan"),
+        ({"temperature": math.inf}, r"temperature must be finite and at least 0, got inf"),
         ({"top_k": -1}, "top_k must be at least 0, got -1"),
         ({"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
         ({"top_p": 1.5}, r"top_p must lie in \(0, 1\], got 1.5"),
