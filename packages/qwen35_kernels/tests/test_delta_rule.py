@@ -218,6 +218,16 @@ def test_step_matches_the_recurrence(heads: tuple[int, int], dtype: torch.dtype)
         assert_same_bits(inputs["state"][slot], before[slot])
 
 
+def test_a_step_takes_gates_of_any_strides() -> None:
+    plain = make(33, 3)
+    turned = {name: x.clone() for name, x in plain.items()}
+    for name in ("g", "beta"):
+        turned[name] = turned[name].t().contiguous().t()
+    slots = torch.tensor([5, 1, 2])
+    assert_same_bits(gated_delta_rule_step(**turned, slots=slots), gated_delta_rule_step(**plain, slots=slots))
+    assert_same_bits(turned["state"], plain["state"])
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dims", [(16, 24), (128, 128)])
 def test_a_lane_does_not_depend_on_the_batch(threads: int, dims: tuple[int, int], set_threads) -> None:
