@@ -22,3 +22,12 @@ def test_names_and_dtypes_do_not_share_memory() -> None:
     workspace = Workspace()
     a, b, c = take(workspace, "a", 4), take(workspace, "b", 4), take(workspace, "a", 4, dtype=torch.int32)
     assert len({x.data_ptr() for x in (a, b, c)}) == 3
+
+
+def test_what_was_taken_in_inference_mode_can_be_written_outside() -> None:
+    workspace = Workspace()
+    with torch.inference_mode():
+        inside = take(workspace, "a", 4)
+    outside = take(workspace, "a", 4).fill_(3.0)
+    assert take(workspace, "a", 2, 2).mul_(2.0).sum() == 24.0
+    assert outside.data_ptr() == inside.data_ptr()
