@@ -344,6 +344,21 @@ def test_cancel_while_waiting_and_while_running(folder: Path) -> None:
         running.cancel()  # after the end: nothing happens
 
 
+def test_a_notify_that_raises_is_its_own_requests_business(folder: Path) -> None:
+    calls = []
+
+    def notify() -> None:
+        calls.append(1)
+        raise ZeroDivisionError
+
+    with engine_of(folder) as engine:
+        other = engine.submit(request(tokens(40, 1), 30))
+        stream = engine.submit(request(tokens(40, 2), 3), notify=notify)
+        assert len(collect(stream)[0]) == 3
+        assert len(collect(other)[0]) == 30
+    assert len(calls) == 1
+
+
 def test_an_idle_engine_settles_what_lands(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long after the last request has ended, nothing of it is held or shown as held."""
     open_gate = threading.Event()

@@ -67,6 +67,18 @@ def test_events_come_in_order_and_nothing_after_the_last() -> None:
     assert stream.take() == []
 
 
+def test_a_stream_that_has_been_read_to_its_end_is_empty() -> None:
+    for read in (list, TokenStream.take):
+        stream = TokenStream(1, lambda _: None, None)
+        stream.put(END)
+        assert read(stream) == [END]
+        again: list[Any] = []
+        reader = threading.Thread(target=lambda stream=stream, again=again: again.append(list(stream)), daemon=True)
+        reader.start()
+        reader.join(timeout=10)
+        assert again == [[]]
+
+
 def test_a_reader_waits_for_a_writer_on_another_thread() -> None:
     stream = TokenStream(1, lambda _: None, None)
     read: list[Any] = []

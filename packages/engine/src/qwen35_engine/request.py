@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ __all__ = [
     "TokenLogprobs",
     "TokenStream",
 ]
+
+logger = logging.getLogger(__name__)
 
 MAX_LOGPROBS = 64
 
@@ -152,7 +155,8 @@ class TokenStream:
     """The events of one request, in order: at most one ``Started``, ``NewTokens``, then one ``Finished`` or ``Failed``.
 
     Written by the engine's worker, read by one reader on any thread. ``notify`` is called on the worker after each
-    event and must return at once; an asynchronous reader schedules its own wake-up there and calls ``take``.
+    event and must return at once; an asynchronous reader schedules its own wake-up there and calls ``take``. One that
+    raises is not called again.
     ``request_id`` is the number its report has.
     """
 
@@ -172,10 +176,12 @@ class TokenStream:
             return events
 
     def __iter__(self) -> Iterator[Event]:
-        """Wait for events and yield them up to and including the last."""
+        """Wait for events and yield them up to and including the last; nothing once that has been read."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._events)
+                self._changed.wait_for(lambda: self._events or self._ended)
+                if not self._events:
+                    return
                 event = self._events.popleft()
             yield event
             if isinstance(event, Finished | Failed):
@@ -193,8 +199,13 @@ class TokenStream:
             self._ended = isinstance(event, Finished | Failed)
             self._events.append(event)
             self._changed.notify_all()
-        if self._notify is not None:
-            self._notify()
+        try:
+            if self._notify is not None:
+                self._notify()
+        except Exception:
+            # A reader's fault is its own; the worker has others to serve.
+            self._notify = None
+            logger.exception("request %d: its notify failed and is not called again", self.request_id)
 
 
 def _require(holds: bool, constraint: str, value: object) -> None:
