@@ -203,7 +203,7 @@ def gated_delta_rule_step(
     rows = lanes * value_heads
     query, key = qk.view(2, rows, 1, -1).unbind()
     v_rows = as_float32(v).reshape(rows, 1, -1)
-    token = [query, key, v_rows, as_float32(beta).reshape(rows, 1, 1), g.exp().view(rows, 1, 1)]
+    token = [query, key, v_rows, as_float32(beta).reshape(rows, 1, 1), g.exp().reshape(rows, 1, 1)]
     if lanes == 1:
         o = _step(token, state[numbers[0]])
     elif state.shape[1:].numel() >= _IN_PLACE_FLOATS:

@@ -60,7 +60,7 @@ def sample(
 ) -> Tensor:
     """One token for each of B rows, int64 [B].
 
-    logits [B, vocab] in fp32 or bf16 (-inf forbids a token); temperature [B] (0: the largest logit, the
+    logits [B, vocab] in fp32 or bf16 (-inf forbids a token); temperature [B], finite (0: the largest logit, the
     lowest index among equals); top_k int64 [B] (0: off); top_p [B] in (0, 1]; min_p [B] in [0, 1]; seeds,
     steps int64 [B]. With p = softmax(logits / temperature), a token stays when all of these hold, equals
     counting as equal:
@@ -70,7 +70,8 @@ def sample(
     - p >= min_p * max(p).
 
     The token drawn is the first, in vocabulary order, whose running sum of kept p exceeds uniform(seed, step)
-    times their total; sums are float64. Nothing is written.
+    times their total; sums are float64. A row without a p (NaN, +inf, or -inf alone) gets the token of temperature 0.
+    Nothing is written.
     """
     op = "sample"
     check_rank(op, "logits", logits, 2)
@@ -87,7 +88,7 @@ def sample(
         check_dtype(op, name, x, (torch.int64,))
         check_device(op, name, x, logits.device)
     for name, x, good, constraint in (
-        ("temperature", temperature, temperature >= 0, "must be at least 0"),
+        ("temperature", temperature, (temperature >= 0) & (temperature < torch.inf), "must be finite and at least 0"),
         ("top_k", top_k, top_k >= 0, "must be at least 0"),
         ("top_p", top_p, (top_p > 0) & (top_p <= 1), "must lie in (0, 1]"),
         ("min_p", min_p, (min_p >= 0) & (min_p <= 1), "must lie in [0, 1]"),
@@ -106,8 +107,8 @@ def sample(
     total = running[:, -1:]
     # The product may round up to the total itself, which no running sum exceeds.
     target = torch.minimum(noise.unsqueeze(1) * total, total.nextafter(torch.zeros_like(total)))
-    drawn = torch.searchsorted(running, target, right=True).squeeze(1)
-    tokens[hot] = drawn
+    drawn = torch.searchsorted(running, target, right=True)
+    tokens[hot] = torch.where(total > 0, drawn, tokens[hot].unsqueeze(1)).squeeze(1)
     return tokens
 
 
@@ -127,7 +128,7 @@ def _filtered(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> T
         running = ordered.cumsum(1)
         larger = running - ordered
         inside = larger < top_p.unsqueeze(1) * running[:, -1:]
-        # The smallest weight still inside the nucleus; the largest always is.
-        nucleus = ordered.gather(1, inside.sum(1, keepdim=True) - 1)
+        # The smallest weight still inside the nucleus; the largest always is, unless it is NaN.
+        nucleus = ordered.gather(1, inside.sum(1, keepdim=True).clamp_min_(1) - 1)
         floor = torch.maximum(floor, torch.where(top_p.unsqueeze(1) < 1, nucleus, last))
     return weights.masked_fill(weights < floor, 0.0)

@@ -28,7 +28,9 @@ class Workspace:
             return view
         size = math.prod(shape)
         if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=dtype, device=device)
+            # Ordinary even where it is made in inference mode: it outlives the mode.
+            with torch.inference_mode(False):
+                buffer = torch.empty(size, dtype=dtype, device=device)
         view = buffer[:size].view(shape)
         self._buffers[key] = buffer, view
         return view
