@@ -135,6 +135,17 @@ def test_a_prompt_as_long_as_the_context_is_400(app: Starlette) -> None:
     response = send(app, "POST", "/v1/chat/completions", json=body)
     assert response.status_code == 400
     assert error_of(response)["code"] == "context_length_exceeded"
+    assert error_of(response)["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"), [([1] * 512, "context_length_exceeded"), ([1_000_000], None), ([2**70], None)]
+)
+def test_a_complaint_about_token_ids_names_the_prompt(app: Starlette, prompt: list[int], code: str | None) -> None:
+    response = send(app, "POST", "/v1/completions", json={"model": "demo", "prompt": prompt})
+    assert response.status_code == 400
+    assert error_of(response)["code"] == code
+    assert error_of(response)["param"] == "prompt"
 
 
 def test_a_body_over_the_limit_is_413(app: Starlette, monkeypatch: pytest.MonkeyPatch) -> None:

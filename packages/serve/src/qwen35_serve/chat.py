@@ -143,6 +143,7 @@ class _Answer:
                 hints=prompt.hints,
                 reuse=request.reuse,
             ),
+            prompt="messages",
             stops=request.stop or (),
         )
         self._parser = AnswerParser(thinking=prompt.thinking, tools=request.template_tools())

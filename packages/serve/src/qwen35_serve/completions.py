@@ -57,6 +57,7 @@ class CompletionService:
                 hints=self._text.hints(tokens),
                 reuse=request.reuse,
             ),
+            prompt="prompt",
             stops=request.stop or (),
         )
         return request, generation

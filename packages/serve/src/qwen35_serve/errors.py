@@ -107,13 +107,13 @@ def require_model(requested: str, *, served: str) -> None:
         raise ModelNotFound(f"model: this server serves {served!r}", param="model", code="model_not_found")
 
 
-def from_engine(error: EngineError) -> ServeError:
-    """What a client is told of an error of the engine."""
+def from_engine(error: EngineError, *, prompt: str) -> ServeError:
+    """What a client is told of an error of the engine; ``prompt`` is the field that its prompt came in."""
     match error:
         case ContextLengthExceeded():
-            return InvalidRequest(str(error), param="messages", code="context_length_exceeded")
+            return InvalidRequest(str(error), param=prompt, code="context_length_exceeded")
         case RequestError():
-            return InvalidRequest(str(error))
+            return InvalidRequest(str(error), param=prompt)
         case QueueFull():
             return Overloaded(str(error), code="server_overloaded")
         case QueueTimeout():

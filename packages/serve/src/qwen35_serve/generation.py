@@ -53,9 +53,17 @@ class Generation:
     """Iterate once; ends with an ``End`` or raises ServeError. Leaving early is ``cancel``."""
 
     def __init__(
-        self, engine: Engine, decoder: TokenDecoder, request: GenerationRequest, *, stops: Sequence[str]
+        self,
+        engine: Engine,
+        decoder: TokenDecoder,
+        request: GenerationRequest,
+        *,
+        prompt: str,
+        stops: Sequence[str],
     ) -> None:
+        """``prompt`` is the field of the client's request that the tokens came from."""
         self._engine = engine
+        self._prompt = prompt
         self._decoder = decoder
         self._request = request
         self._stops = StopStrings(stops)
@@ -78,7 +86,7 @@ class Generation:
         try:
             self._stream = await asyncio.to_thread(self._engine.submit, self._request, notify=notify)
         except EngineError as error:
-            raise from_engine(error) from error
+            raise from_engine(error, prompt=self._prompt) from error
 
     @property
     def request_id(self) -> int:
@@ -105,7 +113,7 @@ class Generation:
                             yield Piece(self._stops.feed(self._decoder.feed(ids)), ids, logprobs)
                             self._cancel_if_stopped()
                     case Failed(error):
-                        raise from_engine(error)
+                        raise from_engine(error, prompt=self._prompt)
                     case Finished(reason, usage):
                         rest = self._stops.feed(self._decoder.finish()) + self._stops.finish()
                         if rest:
