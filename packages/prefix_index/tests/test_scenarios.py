@@ -11,9 +11,11 @@ from follower import Follower
 from index_rig import BOUNDARY, ENDPOINT, TAP, Rig
 from prefix_index import (
     CostModel,
+    Event,
     Freed,
     PrefixIndex,
     Reason,
+    SnapshotPublished,
     TapHints,
     TapSource,
     Tier,
@@ -280,6 +282,29 @@ def test_51_a_late_subscriber_sees_the_root_and_the_states() -> None:
     assert len(early.snapshots) == 3
     roots = set(early.parents.values()) - set(early.parents)
     assert len(roots) == 1, "every chain ends in the namespace's hash"
+
+
+def test_a_snapshot_that_becomes_a_boundary_is_told_again() -> None:
+    rig = Rig()
+    tokens = rig.tokens(("a", 128))
+    heard: list[Event] = []
+    rig.index.subscribe(heard.append)
+    rig.turn(tokens, (128, ENDPOINT))
+    rig.turn(tokens, (128, BOUNDARY), resume=-1)
+    rig.turn(tokens, (128, ENDPOINT), resume=-1)
+    kinds = [event.kind for event in heard if isinstance(event, SnapshotPublished)]
+    assert kinds == [ENDPOINT, BOUNDARY]
+    (known,) = (event for event in rig.index.state_events() if isinstance(event, SnapshotPublished))
+    assert known.kind == BOUNDARY
+
+
+def test_who_unsubscribes_hears_nothing_of_what_is_being_told() -> None:
+    rig = Rig()
+    heard: list[Event] = []
+    rig.index.subscribe(lambda event: second.close())
+    second = rig.index.subscribe(heard.append)
+    rig.turn(rig.tokens(("a", 64)), (64, ENDPOINT))
+    assert heard == []
 
 
 def test_53_counters_only_rise_and_add_up() -> None:

@@ -45,7 +45,8 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPublished:
-    """A prompt that starts with these tokens can be resumed here. `anchor_hash` names the last whole block."""
+    """A prompt that starts with these tokens can be resumed here. `anchor_hash` names the last whole block. Told again
+    when the snapshot becomes of another kind."""
 
     sequence: int
     anchor_hash: int
@@ -82,20 +83,23 @@ class Subscription:
     """Ends when closed. Listeners run on the index's thread, inside the call that caused the event; they must not call
     the index."""
 
-    __slots__ = ("_feed", "_listener")
+    __slots__ = ("_feed", "_listener", "_open")
 
     def __init__(self, feed: Feed, listener: Listener) -> None:
         self._feed = feed
         self._listener = listener
+        self._open = True
 
     def close(self) -> None:
-        """Hear no more. Closing twice is fine."""
+        """Hear no more, not even of what is being told right now. Closing twice is fine."""
+        self._open = False
         if self in self._feed.subscriptions:
             self._feed.subscriptions.remove(self)
             self._feed.mute(False)
 
     def deliver(self, event: Event) -> None:
-        self._listener(event)
+        if self._open:
+            self._listener(event)
 
 
 class Feed:

@@ -61,10 +61,11 @@ def publish(
 
 def _refresh(core: Core, lease: Lease, snapshot: Snapshot, kind: SnapshotKind) -> None:
     """Publish what is there already."""
-    if kind is SnapshotKind.BOUNDARY:
+    if kind is SnapshotKind.BOUNDARY and snapshot.kind is not kind:
         core.kinds[snapshot.kind] -= 1
         core.kinds[kind] += 1
         snapshot.set_kind(kind)
+        core.feed.published(snapshot)
     supersede_below(core, lease, snapshot.frontier, kind)
     core.worth.refresh(snapshot, hit=False)
     if snapshot not in lease._chain:
