@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -209,10 +210,49 @@ def broken(tables: HostTables) -> dict[str, HostTables]:
         "tail": snapshot(1, tail=b""),
         "hits": snapshot(0, hits=-1),
         "namespace of a snapshot": snapshot(0, namespace=-1),
+        "kind": snapshot(0, kind=4),
+        "negative kind": snapshot(0, kind=-1),
+        "hits that are no number": snapshot(0, hits=math.nan),
+        "hits beyond a float": snapshot(0, hits=10**400),
+        "frontier of a float": snapshot(0, frontier=8.0),
+        "extra without a tail": snapshot(0, extra=5),
+        "extra beyond 64 bits": snapshot(1, extra=1 << 64),
+        "negative extra of a block": block(1, extra=-1),
+        "slab of a float": block(1, slab=77.5),
+        "doubled namespace": doubled_namespace(tables),
         "slabs": snapshot(0, slabs=(1, 2)),
         "doubled snapshot": replace(tables, snapshots=(*snapshots, snapshots[0])),
         "block size": replace(tables, block_tokens=64),
     }
+
+
+def doubled_namespace(tables: HostTables) -> HostTables:
+    """Everything again, in a second namespace of the same name."""
+    size, slabs, names = len(tables.blocks), max(tables.slabs) + 1, len(tables.namespaces)
+    blocks = [
+        replace(
+            row,
+            namespace=row.namespace + names,
+            parent=None if row.parent is None else row.parent + size,
+            slab=row.slab + slabs,
+        )
+        for row in tables.blocks
+    ]
+    snapshots = [
+        replace(
+            row,
+            namespace=row.namespace + names,
+            anchor=None if row.anchor is None else row.anchor + size,
+            slabs=tuple(slab + slabs for slab in row.slabs),
+        )
+        for row in tables.snapshots
+    ]
+    return replace(
+        tables,
+        namespaces=tables.namespaces * 2,
+        blocks=(*tables.blocks, *blocks),
+        snapshots=(*tables.snapshots, *snapshots),
+    )
 
 
 def test_tables_with_one_thing_wrong_are_refused_and_change_nothing() -> None:

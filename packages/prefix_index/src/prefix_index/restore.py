@@ -8,7 +8,7 @@ from prefix_index.fills import hold_on_host
 from prefix_index.nodes import HAS_TAIL, HOST, KIND_SHIFT, Edge, Snapshot
 from prefix_index.prompt import TOKEN_BYTES, namespace_hash
 from prefix_index.tables import BlockRow, HostTables, SnapshotRow, paths_of
-from prefix_index.values import Tier
+from prefix_index.values import SnapshotKind, Tier, page_list
 
 
 def restore(core: Core, tables: HostTables) -> list[Snapshot]:
@@ -86,8 +86,10 @@ def _check_rows(core: Core, tables: HostTables, paths: list[list[int]]) -> None:
         if complaint is not None:
             raise InvalidArgument(f"restore: snapshot row {position} must {complaint}, got {row!r}")
         snapshots.add(key)
-    handles = tables.slabs
-    if len(set(handles)) != len(handles) or min(handles, default=0) < 0:
+    if len(set(tables.namespaces)) != len(tables.namespaces):
+        raise InvalidArgument(f"restore: every namespace must be named once, got {tables.namespaces!r}")
+    handles = page_list("restore", tables.slabs, 1, tables.num_slabs)
+    if len(set(handles)) != len(handles):
         raise InvalidArgument(f"restore: every slab must be given once, got {len(handles) - len(set(handles))} doubles")
 
 
@@ -99,6 +101,8 @@ def _block_complaint(core: Core, tables: HostTables, row: BlockRow) -> str | Non
         return "stay in its parent's namespace"
     if len(row.tokens) != core.tree.scheme.block_bytes:
         return f"have {core.tree.scheme.block_bytes} bytes of tokens"
+    if not _within(row.extra, 1 << 64):
+        return "have an extra of 64 bits"
     parent_hash = namespace_hash(tables.namespaces[row.namespace]) if above is None else above.block_hash
     if row.block_hash != core.tree.scheme.hasher(parent_hash, row.tokens, row.extra):
         return "carry the hash of its tokens"
@@ -107,14 +111,23 @@ def _block_complaint(core: Core, tables: HostTables, row: BlockRow) -> str | Non
 
 def _snapshot_complaint(core: Core, tables: HostTables, row: SnapshotRow, path_blocks: int) -> str | None:
     geometry = core.geometry
-    if not 0 <= row.namespace < len(tables.namespaces) or row.hits < 0 or row.frontier < 1:
+    numbers = _within(row.hits, 1 << 63) and _within(row.frontier, 1 << 63)
+    if not 0 <= row.namespace < len(tables.namespaces) or not numbers or row.frontier < 1:
         return "have a namespace, no negative hits and a positive frontier"
+    if not _within(row.kind, len(SnapshotKind)):
+        return f"be of one of {len(SnapshotKind)} kinds"
     depth = geometry.depth(row.frontier)
     tail = row.frontier - depth * geometry.block_tokens
     if path_blocks != depth or len(row.tail) != tail * TOKEN_BYTES:
         return f"stand on {depth} blocks with a tail of {tail} tokens"
+    if not _within(row.extra, 1 << 64 if tail else 1):
+        return "have an extra of 64 bits with a tail, and none without"
     if len(row.slabs) != geometry.image_slabs + bool(tail):
         return f"have {geometry.image_slabs + bool(tail)} slabs"
     if row.anchor is not None and tables.blocks[row.anchor].namespace != row.namespace:
         return "share its anchor's namespace"
     return None
+
+
+def _within(number: int, limit: int) -> bool:
+    return isinstance(number, int) and 0 <= number < limit
