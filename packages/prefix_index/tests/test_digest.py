@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Iterator
 
@@ -93,6 +94,28 @@ def test_ticks_show_only_as_an_order() -> None:
     assert released("") != released("ba")
 
 
+def test_handles_of_another_library_show_as_the_numbers_they_are() -> None:
+    class Number(int):
+        """An int to whoever asks for one, but none by its type."""
+
+    class Foreign:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __index__(self) -> int:
+            return self.number
+
+    def built(kind: type) -> str:
+        index = make()
+        lease = index.acquire(index.match(index.prepare(range(8))))
+        index.extend(lease, range(8), [kind(7), kind(8)])
+        index.publish(lease, kind(8), slot=kind(3))
+        index.check_invariants()
+        return index.digest()
+
+    assert built(Foreign) == built(Number) == built(int)
+
+
 def test_failing_calls_leave_the_digest_alone() -> None:
     """Every refusal the verbs document, provoked in one state."""
     index = make(image_slabs=2)
@@ -122,6 +145,10 @@ def test_failing_calls_leave_the_digest_alone() -> None:
         lambda: index.publish(lease, 12, slot=-1, kind=kind),
         lambda: index.publish(lease, 13, slot=1, tail=raw(12), kind=kind),
         lambda: index.publish(lease, 10, slot=1, tail=raw(8, 77), tail_pages=[1], kind=kind),
+        lambda: index.publish(lease, 12.0, slot=1, kind=kind),  # type: ignore[arg-type]
+        lambda: index.publish(lease, 12, slot=1.5, kind=kind),  # type: ignore[arg-type]
+        lambda: index.publish(lease, 12, slot=1, kind=4),  # type: ignore[arg-type]
+        lambda: index.publish(lease, 13, slot=1, tail=raw(12), tail_pages=[1.5], kind=kind),  # type: ignore[list-item]
         lambda: index.cancel(lease),
         lambda: index.release(gone),
         lambda: index.activate(gone),
@@ -129,11 +156,17 @@ def test_failing_calls_leave_the_digest_alone() -> None:
         lambda: index.abort(ticket),
         lambda: index.begin_fill(lease, Tier.DEVICE, [1]),
         lambda: index.begin_fill(lease, Tier.HOST, []),
+        lambda: index.begin_fill(lease, "device", [1]),  # type: ignore[arg-type]
         lambda: index.begin_fill(snapshot, Tier.HOST, [1, 2, 3]),
         lambda: index.begin_fill(snapshot, Tier.DEVICE),
         lambda: index.begin_fill(snapshot, Tier.DEVICE, [5]),
         lambda: index.evict_device(-1),
         lambda: index.evict_host(-1),
+        lambda: index.evict_device(1.5),  # type: ignore[arg-type]
+        lambda: index.evict_host(1.5),  # type: ignore[arg-type]
+        lambda: index.evict_host(1, claim=math.nan),
+        lambda: index.claim_slot(math.nan),
+        lambda: index.clear("tenant"),  # type: ignore[arg-type]
         lambda: index.clear(),
         lambda: index.restore(index.export()),
     ]

@@ -64,6 +64,62 @@ def test_a_stale_match_is_refused() -> None:
     assert not match.candidates[0].snapshot.alive  # type: ignore[union-attr]
 
 
+def test_a_candidate_serves_its_own_prompt_alone() -> None:
+    index = make()
+    driver = Driver(index)
+    driver.run(list(range(8)), 8)
+    driver.run(list(range(100, 108)), 8)
+    match = index.match(index.prepare(range(20)))
+    again = index.match(index.prepare(range(20)))
+    other = index.match(index.prepare(range(100, 120)))
+    before = index.digest()
+    for use in (index.acquire, index.demand):
+        with pytest.raises(InvalidArgument, match="must be one of the match's prompt"):
+            use(match, other.best)
+    assert index.digest() == before
+    lease = index.acquire(match, again.best)
+    assert lease.frontier == 8
+
+
+def test_a_block_boundary_of_another_index_is_no_source() -> None:
+    """Where there are snapshots, the end of a block alone cannot be resumed."""
+    index, plain = make(), make(snapshots=False)
+    Driver(index).run(list(range(8)), 8)
+    lease = plain.acquire(plain.match(plain.prepare(range(9))))
+    plain.extend(lease, range(8), [1, 2])
+    foreign = plain.match(plain.prepare(range(9))).best
+    match = index.match(index.prepare(range(9)))
+    for use in (index.acquire, index.demand):
+        with pytest.raises(ForeignHandle, match="the candidate must be this index's own"):
+            use(match, foreign)
+
+
+def test_counts_that_are_no_ints_evict_nothing() -> None:
+    index = make()
+    Driver(index).run(list(range(16)), 16)
+    before = index.digest()
+    for count in (1.5, 2.0, "1", None):
+        for evict in (index.evict_device, index.evict_host):
+            with pytest.raises(InvalidArgument, match=r"num_\w+ must be an int, got"):
+                evict(count)  # type: ignore[operator]
+    assert index.digest() == before
+    index.check_invariants()
+
+
+def test_pages_may_come_in_any_sequence_of_ints() -> None:
+    class Pages(tuple):
+        """Added to a list it adds elementwise, as arrays do."""
+
+        def __radd__(self, other: object) -> object:
+            raise AssertionError("pages are gone through, not added")
+
+    for pools, pages in ((1, Pages((5, 6))), (2, [Pages((5, 6)), Pages((7, 8))])):
+        index = make(pools=(Pool(),) * pools)
+        lease = index.acquire(index.match(index.prepare(range(8))))
+        index.extend(lease, range(8), pages)  # type: ignore[arg-type]
+        assert index.handles(lease, Tier.DEVICE, 0, 2) == ((5, 6) if pools == 1 else ((5, 6), (7, 8)))
+
+
 def test_a_cancelled_lease_leaves_no_trace() -> None:
     index = make()
     driver = Driver(index)

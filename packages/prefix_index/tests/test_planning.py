@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -68,6 +69,8 @@ def test_impossible_coefficients_are_refused() -> None:
         CostModel(bytes_per_second=0)
     with pytest.raises(InvalidArgument, match="chunk_tokens must be positive, got 0"):
         CostModel(chunk_tokens=0)
+    with pytest.raises(InvalidArgument, match="chunk_tokens must be positive, got nan"):
+        CostModel(chunk_tokens=math.nan)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- choice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 
 import pytest
@@ -56,3 +57,23 @@ def test_bad_prompts_are_refused() -> None:
         INDEX.prepare(["a"])
     with pytest.raises(InvalidArgument, match="buffer"):
         INDEX.prepare(array("d", [1.0]))
+    for shape in ((2, 2), ()):
+        whole = memoryview(bytes(16 if shape else 4))
+        with pytest.raises(InvalidArgument, match=f"one-dimensional, got {len(shape)} dimensions"):
+            INDEX.prepare(whole.cast("i", shape))
+    for pairs in (((1.7, 2),), (("1", "2"),), ((1, math.nan),), ((1,),)):
+        with pytest.raises(InvalidArgument, match="extras must be pairs of ints"):
+            INDEX.prepare(TOKENS, extras=pairs)
+    prompt = INDEX.prepare(TOKENS)
+    with pytest.raises(InvalidArgument, match="spans must be pairs of ints"):
+        INDEX.match(prompt, exclude=[(1, math.inf)])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("namespace", [0, 3, "tenant", None])
+def test_a_namespace_that_is_no_bytes_is_refused_where_it_is_named(namespace: object) -> None:
+    """A number would be as many zeros: 0 the namespace of all who name none."""
+    uses = [lambda name: INDEX.prepare(TOKENS, name), INDEX.holds, *([INDEX.clear] if namespace is not None else [])]
+    for use in uses:
+        with pytest.raises(InvalidArgument, match="a namespace must be bytes, got"):
+            use(namespace)
+    assert INDEX.prepare(TOKENS, bytearray(b"a")).namespace == b"a"

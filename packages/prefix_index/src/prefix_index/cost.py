@@ -29,7 +29,7 @@ class CostModel:
             value = getattr(self, name)
             if not value >= 0:
                 raise InvalidArgument(f"CostModel: {name} must not be negative, got {value!r}")
-        if self.chunk_tokens < 1:
+        if not self.chunk_tokens >= 1:
             raise InvalidArgument(f"CostModel: chunk_tokens must be positive, got {self.chunk_tokens!r}")
         if not self.bytes_per_second > 0:
             raise InvalidArgument(f"CostModel: bytes_per_second must be positive, got {self.bytes_per_second!r}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Iterable
 
 from prefix_index.core import Core
@@ -31,7 +32,8 @@ def digest(core: Core) -> str:
 
 def digest_of(dumped: Row) -> str:
     """The digest of a dumped state."""
-    text = json.dumps(dumped, sort_keys=True, separators=(",", ":"))
+    # A caller's handles may be ints of other libraries: equal numbers are equal states.
+    text = json.dumps(dumped, sort_keys=True, separators=(",", ":"), default=operator.index)
     return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 
 

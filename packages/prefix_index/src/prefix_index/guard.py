@@ -5,7 +5,7 @@ from __future__ import annotations
 from threading import get_ident
 
 from prefix_index.core import Core
-from prefix_index.errors import ForeignHandle, StaleHandle, StaleMatch, WrongThread
+from prefix_index.errors import ForeignHandle, InvalidArgument, StaleHandle, StaleMatch, WrongThread
 from prefix_index.fills import Ticket
 from prefix_index.lease import Lease
 from prefix_index.match import Candidate, Match, SnapshotHandle
@@ -60,11 +60,12 @@ class Guard:
         return edge if edge is not None and lease._owner is self.owner else self.lease(op, lease)
 
     def source(self, op: str, match: Match, candidate: Candidate) -> Snapshot | None:
-        """`match`, then `candidate`. One's own candidate has been lost only if the match is stale."""
+        """The snapshot of a candidate of the match; None for a block boundary. One's own candidate has been lost only
+        if the match is stale."""
         if match._epoch == self._core.epoch and match._owner is self.owner and candidate._match is match:
             return candidate._record
         self.match(op, match)
-        return self.candidate(op, candidate)
+        return self._other(op, match, candidate)
 
     def snapshot(self, op: str, handle: SnapshotHandle) -> Snapshot:
         """The record of a snapshot that still exists."""
@@ -74,11 +75,15 @@ class Guard:
             raise StaleHandle(f"{op}: the snapshot must still exist, got {handle!r}")
         return handle._record
 
-    def candidate(self, op: str, candidate: Candidate) -> Snapshot | None:
-        """The snapshot of a candidate; None for a block boundary."""
+    def _other(self, op: str, match: Match, candidate: Candidate) -> Snapshot | None:
+        """The same for a candidate that another match made: one of this index, which this match offers too."""
+        if candidate._match._owner is not self.owner:
+            raise ForeignHandle(f"{op}: the candidate must be this index's own, got another's")
         record = candidate._record
-        if record is not None and (candidate._match._owner is not self.owner or record.edge is None):
-            return self.snapshot(op, SnapshotHandle(candidate._match._owner, record))  # which raises
+        if record is not None:
+            self.snapshot(op, SnapshotHandle(self.owner, record))
+        if all(own._record is not record or own._depth != candidate._depth for own in match._usable(())):
+            raise InvalidArgument(f"{op}: the candidate must be one of the match's prompt, got {candidate!r}")
         return record
 
     def ticket(self, op: str, ticket: Ticket) -> None:

@@ -26,7 +26,7 @@ from prefix_index.lineage import activate, supersede_below
 from prefix_index.lookup import find, note_filling, spans
 from prefix_index.match import Candidate, Match, SnapshotHandle, Span
 from prefix_index.nodes import Hasher
-from prefix_index.prompt import BlockScheme, Extras, Prompt, TokenInput, token_bytes, xxh3_block_hash
+from prefix_index.prompt import BlockScheme, Extras, Prompt, TokenInput, namespace_bytes, token_bytes, xxh3_block_hash
 from prefix_index.publish import Publication, publish
 from prefix_index.restore import restore
 from prefix_index.slots import SlotOrder
@@ -34,7 +34,17 @@ from prefix_index.stats import Counters, Stats, gather
 from prefix_index.tables import HostTables, export
 from prefix_index.tenure import acquire, cancel, demand, handles, release, tell_stored
 from prefix_index.tree import Tree
-from prefix_index.values import Extension, Freed, Pages, Pool, SnapshotCopies, SnapshotKind, Tier, page_list
+from prefix_index.values import (
+    Extension,
+    Freed,
+    Pages,
+    Pool,
+    SnapshotCopies,
+    SnapshotKind,
+    Tier,
+    integer,
+    page_list,
+)
 from prefix_index.worth import Worth
 
 
@@ -105,7 +115,7 @@ class PrefixIndex:
 
     def holds(self, namespace: bytes) -> bool:
         """Whether anything at all is cached in a namespace. O(1)."""
-        root = self._core.tree.roots.get(namespace)
+        root = self._core.tree.roots.get(namespace_bytes("holds", namespace))
         return root is not None and bool(root.first or root.snaps)
 
     def prepare(self, tokens: TokenInput, namespace: bytes = b"", extras: Iterable[tuple[int, int]] = ()) -> Prompt:
@@ -115,7 +125,12 @@ class PrefixIndex:
         namespace  the isolation domain; enters every hash
         extras     sorted (first token, cumulative nonzero key) pairs of media or adapters
         """
-        return Prompt(self._scheme, token_bytes("prepare", tokens), bytes(namespace), Extras("prepare", extras))
+        return Prompt(
+            self._scheme,
+            token_bytes("prepare", tokens),
+            namespace_bytes("prepare", namespace),
+            Extras("prepare", extras),
+        )
 
     def match(self, prompt: Prompt, exclude: Sequence[Span] = ()) -> Match:
         """What is cached of `prompt`. Changes nothing: no pin, no recency, no split. O(edges).
@@ -139,10 +154,10 @@ class PrefixIndex:
 
     def demand(self, match: Match, candidate: Candidate | None) -> Demand:
         """What resuming from `candidate` takes, for `plan_admission`. Changes nothing. O(edges)."""
-        self._guard.match("demand", match)
         if candidate is None:
+            self._guard.match("demand", match)
             return ROOT
-        return demand(match, candidate._depth, self._guard.candidate("demand", candidate))
+        return demand(match, candidate._depth, self._guard.source("demand", match, candidate))
 
     # ------------------------------------------------------------------ leases
 
@@ -254,7 +269,17 @@ class PrefixIndex:
         if not self._snapshots:
             raise WrongState("publish: the index must be made with snapshots=True, got one without")
         tokens = tail if isinstance(tail, bytes) else token_bytes("publish", tail)
-        snapshot, created = publish(self._core, lease, frontier, slot, tokens, tuple(tail_pages), kind)
+        pages = tuple(tail_pages)
+        for number in (frontier, slot, *pages):
+            if number.__class__ is not int:  # asked first: most are
+                frontier, slot, *others = (
+                    integer("publish", "frontier, slot and pages", given) for given in (frontier, slot, *pages)
+                )
+                pages = tuple(others)
+                break
+        if kind.__class__ is not SnapshotKind:
+            raise InvalidArgument(f"publish: kind must be a SnapshotKind, got {kind!r}")
+        snapshot, created = publish(self._core, lease, frontier, slot, tokens, pages, kind)
         if created:
             self._counts.published += 1
         else:
@@ -279,8 +304,11 @@ class PrefixIndex:
         a snapshot, Tier.DEVICE  one page per pool for a tail that is only on the Host, and/or `slot` for the image
         """
         self._guard.enter("begin_fill")
+        if not isinstance(tier, Tier):
+            raise InvalidArgument(f"begin_fill: tier must be a Tier, got {tier!r}")
         if isinstance(what, SnapshotHandle):
             record = self._guard.snapshot("begin_fill", what)
+            slot = None if slot is None else integer("begin_fill", "slot", slot)
             return begin_snapshot(self._core, self._guard.owner, record, tier, tuple(handles), slot)
         self._guard.lease("begin_fill", what)
         if slot is not None:
@@ -338,6 +366,7 @@ class PrefixIndex:
         backed_only  stop before anything would lose its last copy, and give up fewer
         """
         self._guard.enter("evict_device")
+        num_blocks = integer("evict_device", "num_blocks", num_blocks)
         if num_blocks < 0:
             raise InvalidArgument(f"evict_device: num_blocks must not be negative, got {num_blocks!r}")
         core = self._core
@@ -355,6 +384,8 @@ class PrefixIndex:
         before it had to stop stays given up: compare `len(freed.slabs)`.
         """
         self._guard.enter("evict_host")
+        num_slabs = integer("evict_host", "num_slabs", num_slabs)
+        _check_claim("evict_host", claim)
         if num_slabs < 0:
             raise InvalidArgument(f"evict_host: num_slabs must not be negative, got {num_slabs!r}")
         given = Given()
@@ -369,6 +400,7 @@ class PrefixIndex:
 
         A snapshot without a Host copy is lost with its slot; the pages of its tail are returned too."""
         self._guard.enter("claim_slot")
+        _check_claim("claim_slot", claim)
         given = Given()
         if not self._core.slots.claim(claim, given):
             return None
@@ -378,7 +410,8 @@ class PrefixIndex:
     def clear(self, namespace: bytes | None = None) -> Freed:
         """Forget a namespace, or everything. Raises WrongState while a lease or a fill pins any of it."""
         self._guard.enter("clear")
-        return clear(self._core, namespace).freeze()
+        named = None if namespace is None else namespace_bytes("clear", namespace)
+        return clear(self._core, named).freeze()
 
     def export(self) -> HostTables:
         """The Host-resident part as plain tables: retained snapshots whose path is on the Host, and those paths.
@@ -425,3 +458,8 @@ class PrefixIndex:
     def hand_over(self) -> None:
         """Let another thread be the mutator from its next call on."""
         self._guard.leave()
+
+
+def _check_claim(op: str, claim: float) -> None:
+    if not claim >= -math.inf:  # NaN, which compares as the greatest claim of all
+        raise InvalidArgument(f"{op}: claim must be a number, got {claim!r}")

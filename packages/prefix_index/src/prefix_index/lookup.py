@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, index
 
 from prefix_index.errors import InvalidArgument
 from prefix_index.fills import Ticket, held
@@ -124,7 +124,10 @@ def _longest_twin(edge: Edge, prompt: Prompt, scheme: BlockScheme) -> tuple[Edge
 
 def spans(op: str, exclude: Sequence[Span]) -> tuple[Span, ...]:
     """Excluded (begin, end) token spans, checked."""
-    checked = tuple((int(begin), int(end)) for begin, end in exclude)
+    try:
+        checked = tuple((index(begin), index(end)) for begin, end in exclude)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{op}: excluded spans must be pairs of ints, got {error}") from None
     for begin, end in checked:
         if not 0 <= begin <= end:
             raise InvalidArgument(

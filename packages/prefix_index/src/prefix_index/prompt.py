@@ -6,6 +6,7 @@ Everything here is pure and may run on any thread; it is the part of a look-up t
 from __future__ import annotations
 
 import bisect
+import operator
 import struct
 import sys
 from array import array
@@ -51,17 +52,29 @@ def token_bytes(op: str, tokens: TokenInput) -> bytes:
             view = memoryview(tokens)
         except TypeError:
             return _from_ints(op, tokens)
+        if view.ndim != 1:
+            raise InvalidArgument(f"{op}: a token buffer must be one-dimensional, got {view.ndim} dimensions")
         if view.format == "B" or (
             view.itemsize == TOKEN_BYTES and view.format in ("i", "l") and sys.byteorder == "little"
         ):
             data = view.tobytes()
-        elif view.format in _INTEGER_FORMATS and view.ndim == 1:
+        elif view.format in _INTEGER_FORMATS:
             return _from_ints(op, view.tolist())
         else:
-            raise InvalidArgument(f"{op}: a token buffer must hold one-dimensional integers, got {view.format!r}")
+            raise InvalidArgument(f"{op}: a token buffer must hold integers, got {view.format!r}")
     if len(data) % TOKEN_BYTES:
         raise InvalidArgument(f"{op}: token bytes must come in groups of 4, got {len(data)} bytes")
     return data
+
+
+def namespace_bytes(op: str, namespace: Any) -> bytes:
+    """`namespace` as bytes. InvalidArgument for what is no buffer: an int would become that many zeros."""
+    if isinstance(namespace, bytes):
+        return namespace
+    try:
+        return bytes(memoryview(namespace))
+    except TypeError:
+        raise InvalidArgument(f"{op}: a namespace must be bytes, got {namespace!r}") from None
 
 
 def _from_ints(op: str, tokens: Iterable[int]) -> bytes:
@@ -82,7 +95,10 @@ class Extras:
     pairs: tuple[tuple[int, int], ...]
 
     def __init__(self, op: str, pairs: Iterable[tuple[int, int]]) -> None:
-        self.pairs = tuple((int(first), int(key)) for first, key in pairs)
+        try:
+            self.pairs = tuple((operator.index(first), operator.index(key)) for first, key in pairs)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"{op}: extras must be pairs of ints, got {error}") from None
         self._firsts = [first for first, _ in self.pairs]
         previous = -1
         for first, key in self.pairs:

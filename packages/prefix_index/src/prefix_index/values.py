@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,6 +80,14 @@ class Freed(NamedTuple):
         return bool(self.pages or self.slots or self.slabs)
 
 
+def integer(op: str, name: str, value: int) -> int:
+    """`value` as a plain int; anything that is no whole number by its type raises InvalidArgument."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{op}: {name} must be an int, got {value!r}") from None
+
+
 def page_list(op: str, pages: Sequence[Pages], num_pools: int, num_blocks: int) -> list[int]:
     """`pages` as one interleaved list, checked: one id per block, or one tuple of `num_pools` ids."""
     if len(pages) != num_blocks:
@@ -86,12 +95,12 @@ def page_list(op: str, pages: Sequence[Pages], num_pools: int, num_blocks: int) 
     flat: list[int] = []
     try:
         if num_pools == 1:
-            flat += pages  # type: ignore[arg-type]
+            flat.extend(pages)  # type: ignore[arg-type]
         else:
             for entry in pages:
                 if len(entry) != num_pools:  # type: ignore[arg-type]
                     raise InvalidArgument(f"{op}: a block needs one page per pool, {num_pools}, got {entry!r}")
-                flat += entry  # type: ignore[arg-type]
+                flat.extend(entry)  # type: ignore[arg-type]
         array("Q", flat)
     except (TypeError, OverflowError) as error:
         raise InvalidArgument(
