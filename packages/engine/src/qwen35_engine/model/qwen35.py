@@ -150,10 +150,10 @@ class Qwen35Model:
                 mixed = self._delta_net(x, layer.mixer, index, pass_)
             else:
                 mixed = self._attention(x, layer.mixer, index, pass_, cos, sin)
-            # The product that ends a block adds it to the residual stream: one rounding and one pass less.
-            hidden = torch.addmm(hidden, mixed, layer.mixer.out_proj)
+            # The product that ends a block adds it to the residual stream in place: one rounding, one pass less.
+            hidden.addmm_(mixed, layer.mixer.out_proj)
             x = kernels.rms_norm(x=hidden, weight=layer.post_norm, eps=config.norm_eps)
-            hidden = torch.addmm(hidden, kernels.swiglu(gate_up=x @ layer.mlp.gate_up_proj), layer.mlp.down_proj)
+            hidden.addmm_(kernels.swiglu(gate_up=x @ layer.mlp.gate_up_proj), layer.mlp.down_proj)
         return hidden
 
     def _delta_net(self, x: Tensor, weights: DeltaNetWeights, layer: int, pass_: _Prefill | _Decode) -> Tensor:
