@@ -89,7 +89,7 @@ class Rig:
 
     def submit(self, prompt: list[int], max_tokens: int, **changes: Any) -> int:
         self._next += 1
-        stream = TokenStream(self._next, lambda _: None, None)
+        stream = TokenStream(self._next, lambda *_: None, None)
         request = GenerationRequest(tokens=prompt, sampling=GREEDY, max_tokens=max_tokens, **changes)
         tokens = array("i", prompt)
         index = self.bench.cache.index

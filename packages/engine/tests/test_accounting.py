@@ -88,7 +88,7 @@ def run_schedule(rng: random.Random, rig: Watched, *, faults: bool) -> None:
             histories.append([*prompt, *continuation(prompt, 12)])
         elif choice < 0.5 and rig.open and faults:
             rig.core._admit()  # some of them then end between their admission and their first pass
-            rig.core.cancel({rng.choice(sorted(rig.open))})
+            rig.core.end({rng.choice(sorted(rig.open)): "cancelled"})
             rig.read()
         elif choice < 0.55 and rig.core._lanes and faults:
             rig.spoil(rig.model.nan_slots, rng.choice(list(rig.core._lanes.values())))
@@ -305,7 +305,7 @@ def test_whoever_ends_while_waiting_was_not_admitted() -> None:
     rig.turn()
     waiting = [rig.submit(tokens_of(14, 20), 5), rig.submit(tokens_of(14, 20), 5, reuse=False)]
     rig.now = 7.0
-    rig.core.cancel(set(waiting))
+    rig.core.end(dict.fromkeys(waiting, "cancelled"))
     assert [reuse_of(rig, number).reason for number in waiting] == [MissReason.NOT_ADMITTED, MissReason.DISABLED]
     assert rig.reports[0].usage.timing == Timing(queued_seconds=7.0, total_seconds=7.0)
     assert running in rig.open
@@ -317,7 +317,7 @@ def test_a_lane_that_ends_before_its_first_pass_is_no_executed_hit() -> None:
     ask(rig, prompt)
     request_id = rig.submit(following, 3)
     rig.core._admit()
-    rig.core.cancel({request_id})
+    rig.core.end({request_id: "cancelled"})
     rig.read()
     assert not rig.reports[-1].executed
     funnel = rig.core.accounts.totals.funnel()
@@ -335,7 +335,7 @@ def test_times_are_those_of_the_injected_clock() -> None:
     rig.turn()
     request_id = rig.submit(tokens_of(17, 150), 3)
     rig.now = 3.0
-    rig.core.cancel({blocking})
+    rig.core.end({blocking: "cancelled"})
     rig.core.cache.poll()
     rig.core._admit()
     rig.now = 8.0

@@ -82,7 +82,7 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.rig.open)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        self.rig.core.cancel({data.draw(st.sampled_from(sorted(self.rig.open)))})
+        self.rig.core.end({data.draw(st.sampled_from(sorted(self.rig.open))): "cancelled"})
         self.rig.read()
 
     @precondition(lambda self: self.rig.core._lanes)
@@ -318,7 +318,7 @@ def test_whoever_waits_goes_on_when_the_other_dies() -> None:
         assert rig.core.num_running == 1
         (lane,) = rig.core._lanes.values()
         if how == "cancel":
-            rig.core.cancel({first})
+            rig.core.end({first: "cancelled"})
         else:
             rig.spoil(rig.model.nan_slots, lane)
         rig.run_dry()

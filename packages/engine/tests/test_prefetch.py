@@ -110,7 +110,7 @@ def test_an_admission_waits_for_the_batch_that_brings_its_blocks() -> None:
     rig.submit(following, 3)
     rig.turn()
     assert rig.bench.reads.num_pending_parts == 3
-    rig.core.cancel({running})
+    rig.core.end({running: "cancelled"})
     rig.turn()
     assert rig.bench.reads.num_pending_parts == 3 - 3 + 0
     rig.run_dry()

@@ -57,7 +57,7 @@ def test_requests_out_of_range(changes: dict[str, Any], complaint: str) -> None:
 
 
 def test_events_come_in_order_and_nothing_after_the_last() -> None:
-    stream = TokenStream(1, lambda _: None, None)
+    stream = TokenStream(1, lambda *_: None, None)
     events = [Started(0), NewTokens((4,)), NewTokens((5,)), END]
     for event in events:
         stream.put(event)
@@ -69,7 +69,7 @@ def test_events_come_in_order_and_nothing_after_the_last() -> None:
 
 def test_a_stream_that_has_been_read_to_its_end_is_empty() -> None:
     for read in (list, TokenStream.take):
-        stream = TokenStream(1, lambda _: None, None)
+        stream = TokenStream(1, lambda *_: None, None)
         stream.put(END)
         assert read(stream) == [END]
         again: list[Any] = []
@@ -80,7 +80,7 @@ def test_a_stream_that_has_been_read_to_its_end_is_empty() -> None:
 
 
 def test_a_reader_waits_for_a_writer_on_another_thread() -> None:
-    stream = TokenStream(1, lambda _: None, None)
+    stream = TokenStream(1, lambda *_: None, None)
     read: list[Any] = []
     reader = threading.Thread(target=lambda: read.extend(stream))
     reader.start()
@@ -92,7 +92,7 @@ def test_a_reader_waits_for_a_writer_on_another_thread() -> None:
 
 def test_take_never_waits_and_notify_tells_of_each_event() -> None:
     told: list[int] = []
-    stream = TokenStream(1, lambda _: None, lambda: told.append(1))
+    stream = TokenStream(1, lambda *_: None, lambda: told.append(1))
     assert stream.take() == []
     stream.put(Started(0))
     stream.put(NewTokens((1,)))
@@ -100,7 +100,9 @@ def test_take_never_waits_and_notify_tells_of_each_event() -> None:
     assert len(told) == 2
 
 
-def test_cancel_names_the_request() -> None:
-    cancelled: list[int] = []
-    TokenStream(17, cancelled.append, None).cancel()
-    assert cancelled == [17]
+def test_an_end_names_the_request_and_why() -> None:
+    ended: list[tuple[int, str]] = []
+    stream = TokenStream(17, lambda request_id, reason: ended.append((request_id, reason)), None)
+    stream.stop()
+    stream.cancel()
+    assert ended == [(17, "stop"), (17, "cancelled")]

@@ -124,7 +124,7 @@ def test_every_line_of_a_busy_engine_is_as_documented_and_adds_up_to_the_totals(
             histories.append([*prompt, *continuation(prompt, 3)])
             rig.now += 0.125
             if rng.random() < 0.2:
-                rig.core.cancel({request_id})
+                rig.core.end({request_id: "cancelled"})
                 rig.read()
             elif rng.random() < 0.3:
                 rig.turn()

@@ -339,7 +339,7 @@ def test_one_of_four_is_cancelled_in_the_middle_of_the_prefix_they_share() -> No
     asked = [rig.submit([*shared, *tokens_of(400 + client, 60)], 10) for client in range(4)]
     for _ in range(3):
         rig.turn()
-    rig.core.cancel({asked[0]})
+    rig.core.end({asked[0]: "cancelled"})
     retried = rig.submit([*shared, *tokens_of(400, 60)], 10)
     rig.run_dry()
     answers = {id_: got for id_, got in rig._got.items() if id_ in {*asked[1:], retried}}
@@ -355,7 +355,7 @@ def test_a_long_prompt_cancelled_late_is_not_computed_again() -> None:
     first = rig.submit(prompt, 4)
     for _ in range(8):
         rig.turn()
-    rig.core.cancel({first})
+    rig.core.end({first: "cancelled"})
     before = rig.model.computed_tokens
     assert before == 1024
     assert rig.ask(prompt, 1).cached_tokens == 1024

@@ -91,7 +91,7 @@ class Soak:
             while len(rig.open) > 8:
                 rig.turn()
             if draw.random() < 0.35:
-                rig.core.cancel({draw.choice(sorted(rig.open))})
+                rig.core.end({draw.choice(sorted(rig.open)): "cancelled"})
                 rig.read()
             if number % 3 == 0:
                 rig.bench.reads.land(draw.randrange(4))

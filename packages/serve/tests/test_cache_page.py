@@ -205,6 +205,20 @@ def test_a_full_queue_is_counted() -> None:
         assert page(app)["refused"] == {"queue_full": 1, "too_long": 0, "invalid": 0}
 
 
+def test_an_answer_that_ends_at_a_stop_string_is_counted_as_complete(tmp_path: Path) -> None:
+    options = EngineOptions(threads=1, max_context=1024, host_cache_mib=0)
+    with RequestLog(tmp_path / "log") as log, Engine.from_folder(demo_folder(), options, on_request=log) as engine:
+        app = app_of(engine, log)
+        endless = body(COMPLETIONS, LONG, max_tokens=500, ignore_eos=True)
+        whole = send(app, "POST", COMPLETIONS, json=endless | {"max_tokens": 20}).json()["choices"][0]["text"]
+        choice = send(app, "POST", COMPLETIONS, json=endless | {"stop": [whole[-4:]]}).json()["choices"][0]
+        assert (choice["finish_reason"], choice["text"]) == ("stop", whole[: whole.index(whole[-4:])])
+        shown = page(app)["requests"]
+        assert (shown["stop"], shown["length"], shown["cancelled"]) == (1, 1, 0)
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line["outcome"] for line in lines if line["event"] == "request"] == ["length", "stop"]
+
+
 def test_what_can_never_be_served_is_counted() -> None:
     with served(max_context=128) as engine:
         app = app_of(engine)

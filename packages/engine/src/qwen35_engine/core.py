@@ -11,7 +11,7 @@ import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -109,13 +109,13 @@ class Core:
         """Put requests at the end of the line."""
         self._waiting.extend(jobs)
 
-    def cancel(self, request_ids: Collection[int]) -> None:
-        """End these requests wherever they are; ids of none are ignored."""
-        for job in [job for job in self._waiting if job.stream.request_id in request_ids]:
+    def end(self, reasons: Mapping[int, FinishReason]) -> None:
+        """End these requests, by id, wherever they are; ids of none are ignored."""
+        for job in [job for job in self._waiting if job.stream.request_id in reasons]:
             self._waiting.remove(job)
-            self._end(job, "cancelled")
-        for lane in [lane for lane in self._lanes.values() if lane.job.stream.request_id in request_ids]:
-            self._finish(lane, "cancelled")
+            self._end(job, reasons[job.stream.request_id])
+        for lane in [lane for lane in self._lanes.values() if lane.job.stream.request_id in reasons]:
+            self._finish(lane, reasons[lane.job.stream.request_id])
 
     def recover(self, error: Exception) -> None:
         """Answer every request and empty the cache, after a failure that no single lane can be blamed for.

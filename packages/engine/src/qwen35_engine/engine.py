@@ -217,7 +217,7 @@ class Engine:
         tokens = self._checked_tokens(request.tokens)
         room = self.options.max_context - len(tokens)
         reuse = request.reuse and self.options.prefix_reuse
-        stream = TokenStream(next(self._ids), self._worker.cancel, notify)
+        stream = TokenStream(next(self._ids), self._worker.end, notify)
         seed = request.sampling.seed
         self._worker.submit(
             Job(

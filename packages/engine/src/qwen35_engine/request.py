@@ -134,7 +134,7 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class Finished:
-    """The answer is complete, or ended by a cancel."""
+    """The answer is complete, or was ended through its stream."""
 
     reason: FinishReason
     usage: Usage
@@ -160,9 +160,11 @@ class TokenStream:
     ``request_id`` is the number its report has.
     """
 
-    def __init__(self, request_id: int, cancel: Callable[[int], None], notify: Callable[[], None] | None) -> None:
+    def __init__(
+        self, request_id: int, end: Callable[[int, FinishReason], None], notify: Callable[[], None] | None
+    ) -> None:
         self.request_id = request_id
-        self._cancel = cancel
+        self._end = end
         self._notify = notify
         self._events: deque[Event] = deque()
         self._changed = threading.Condition()
@@ -188,8 +190,12 @@ class TokenStream:
                 return
 
     def cancel(self) -> None:
-        """Stop the request soon; it still ends with a last event. No effect after the end."""
-        self._cancel(self.request_id)
+        """End the request soon, for nobody wants the answer; a last event still comes. No effect after the end."""
+        self._end(self.request_id, "cancelled")
+
+    def stop(self) -> None:
+        """End the request soon, for the answer is complete, say at a stop string; else as ``cancel``."""
+        self._end(self.request_id, "stop")
 
     def put(self, event: Event) -> None:
         """Append an event (the engine only). Nothing comes after the last one."""

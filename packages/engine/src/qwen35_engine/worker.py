@@ -16,6 +16,7 @@ from .accounting import Totals
 from .core import Core
 from .errors import EngineClosed, EngineError, QueueFull
 from .lane import Job
+from .request import FinishReason
 
 __all__ = ["Worker", "WorkerStats"]
 
@@ -35,7 +36,7 @@ class WorkerStats:
 
 
 class Worker:
-    """Runs a ``Core`` on a thread of its own. ``submit``, ``cancel``, ``close``, ``stats`` may be called from any."""
+    """Runs a ``Core`` on a thread of its own. ``submit``, ``end``, ``close``, ``stats`` may be called from any."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Worker:
         self._threads = threads
         self._changed = threading.Condition()
         self._inbox: deque[Job] = deque()
-        self._cancelled: set[int] = set()
+        self._ending: dict[int, FinishReason] = {}
         self._open = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="qwen35-worker", daemon=True)
@@ -77,10 +78,11 @@ class Worker:
             self._inbox.append(job)
             self._changed.notify()
 
-    def cancel(self, request_id: int) -> None:
+    def end(self, request_id: int, reason: FinishReason) -> None:
+        """End a request soon; the first reason given holds. No effect after its end."""
         with self._changed:
             if not self._closing:
-                self._cancelled.add(request_id)
+                self._ending.setdefault(request_id, reason)
                 self._changed.notify()
 
     def close(self) -> None:
@@ -145,7 +147,7 @@ class Worker:
         """Wait while there is nothing to do, but no longer than copies are left to themselves. False: stop."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closing or self._inbox or self._cancelled or self._core.has_work,
+                lambda: self._closing or self._inbox or self._ending or self._core.has_work,
                 timeout=_LANDING_SECONDS if self._core.cache.copying else None,
             )
             return not self._closing
@@ -154,7 +156,7 @@ class Worker:
         """Hand over what came in."""
         with self._changed:
             jobs, self._inbox = self._inbox, deque()
-            cancelled, self._cancelled = self._cancelled, set()
+            ending, self._ending = self._ending, {}
         self._core.add(jobs)
-        if cancelled:
-            self._core.cancel(cancelled)
+        if ending:
+            self._core.end(ending)

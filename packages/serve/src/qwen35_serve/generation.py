@@ -108,10 +108,10 @@ class Generation:
                     case Started():
                         pass
                     case NewTokens(ids, logprobs):
-                        # What is drawn after a stop string, before the cancel arrives, nobody is to see.
+                        # What is drawn after a stop string, before the engine hears of it, nobody is to see.
                         if not self._stops.stopped:
                             yield Piece(self._stops.feed(self._decoder.feed(ids)), ids, logprobs)
-                            self._cancel_if_stopped()
+                            self._end_if_stopped()
                     case Failed(error):
                         raise from_engine(error, prompt=self._prompt)
                     case Finished(reason, usage):
@@ -121,10 +121,10 @@ class Generation:
                         yield End(self._finish_reason(reason), usage)
                         return
 
-    def _cancel_if_stopped(self) -> None:
+    def _end_if_stopped(self) -> None:
         """The engine's last event still tells what it cost."""
-        if self._stops.stopped:
-            self.cancel()
+        if self._stops.stopped and self._stream is not None:
+            self._stream.stop()
 
     def _finish_reason(self, reason: str) -> str:
         if self._stops.stopped:
