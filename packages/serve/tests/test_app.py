@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 from starlette.applications import Starlette
+from torch import Tensor
 
 import qwen35_serve.app
 from in_process import send
 from qwen35_engine import Engine, EngineOptions, GenerationRequest
+from qwen35_engine.checkpoint.config import read_config
 from qwen35_engine.demo import demo_folder
+from qwen35_engine.sampling import SamplingRow
 from qwen35_serve import ChatText, create_app
 
 BODY = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
@@ -44,6 +48,47 @@ def test_health_and_models(app: Starlette) -> None:
     card = {"id": "demo", "object": "model", "created": 7, "owned_by": "qwen35-serve"}
     assert send(app, "GET", "/v1/models").json() == {"object": "list", "data": [card]}
     assert send(app, "GET", "/v1/models/demo").json() == card
+
+
+@dataclass
+class Script:
+    """A sampler that writes a given text."""
+
+    ids: list[int]
+
+    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+        return [self.ids[row.step] for row in rows]
+
+
+CALL = "<tool_call>\n<function=look>\n<parameter=name>\nAna\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("parallel", "calls"), [(None, 3), (True, 3), (False, 1)])
+def test_an_answer_may_be_kept_to_one_tool_call(parallel: bool | None, calls: int, stream: bool) -> None:
+    text = ChatText(demo_folder(), vocab_size=read_config(demo_folder()).vocab_size)
+    script = Script(text.encode(f"{CALL}\n{CALL}\n{CALL}<|im_end|>"))
+    options = EngineOptions(threads=1, max_context=512, host_cache_mib=0)
+    with Engine.from_folder(demo_folder(), options, sampler=script) as engine:
+        app = create_app(engine, text, model_name="demo", created=7)
+        tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+        request = BODY | {"tools": tools, "parallel_tool_calls": parallel, "reasoning_effort": "none"}
+        request |= {"max_tokens": len(script.ids), "stream": stream}
+        response = send(app, "POST", "/v1/chat/completions", json=request)
+        assert response.status_code == 200, response.text
+        if stream:
+            events = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
+            choices = [choice for event in events for choice in event["choices"]]
+            made = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+            assert [call["index"] for call in made] == list(range(calls))
+            reason = choices[-1]["finish_reason"]
+        else:
+            (choice,) = response.json()["choices"]
+            made, reason = choice["message"]["tool_calls"], choice["finish_reason"]
+        assert len(made) == calls
+        assert reason == "tool_calls"
+        totals = engine.stats().totals
+        assert (totals.stopped, totals.cancelled) == (1, 0)
 
 
 def test_a_stream_is_server_sent_events(app: Starlette) -> None:

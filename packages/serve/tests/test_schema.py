@@ -136,6 +136,7 @@ def test_a_completion_request() -> None:
         ({"logit_bias": {"1": 5}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": SECRET}]}, "functions"),
         ({"chat_template_kwargs": {"chat_template": SECRET}}, "chat_template_kwargs.chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ],

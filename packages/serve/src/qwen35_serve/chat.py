@@ -146,16 +146,22 @@ class _Answer:
             prompt="messages",
             stops=request.stop or (),
         )
+        self._one_call = request.parallel_tool_calls is False
         self._parser = AnswerParser(thinking=prompt.thinking, tools=request.template_tools())
 
     async def __aiter__(self) -> AsyncIterator[Delta | End]:
-        called = False
+        called = complete = False
         async for item in self.generation:
             for delta in self._parser.finish() if isinstance(item, End) else self._parser.feed(item.text):
-                called = called or isinstance(delta, CalledTool)
+                if complete:  # drawn before the engine heard of it
+                    break
                 yield delta
+                if isinstance(delta, CalledTool):
+                    called, complete = True, self._one_call
+                    if complete:
+                        self.generation.stop()
             if isinstance(item, End):
-                yield End("tool_calls" if called and item.reason == "stop" else item.reason, item.usage)
+                yield End("tool_calls" if called and (complete or item.reason == "stop") else item.reason, item.usage)
 
 
 def _call_body(call: CalledTool) -> dict[str, Any]:

@@ -98,6 +98,11 @@ class Generation:
         if self._stream is not None:
             self._stream.cancel()
 
+    def stop(self) -> None:
+        """The answer is complete. The engine's last event still tells what it cost."""
+        if self._stream is not None:
+            self._stream.stop()
+
     async def __aiter__(self) -> AsyncIterator[Piece | End]:
         assert self._stream is not None
         while True:
@@ -122,9 +127,8 @@ class Generation:
                         return
 
     def _end_if_stopped(self) -> None:
-        """The engine's last event still tells what it cost."""
-        if self._stops.stopped and self._stream is not None:
-            self._stream.stop()
+        if self._stops.stopped:
+            self.stop()
 
     def _finish_reason(self, reason: str) -> str:
         if self._stops.stopped:
