@@ -205,3 +205,18 @@ def test_row_by_row_is_the_last_resort():
     assert chosen.enqueue is enqueue_row_by_row
     assert seen[-1].reason is None
     assert not trials.registrar.locked
+
+
+def test_a_device_without_room_for_the_trial_leaves_no_memory_locked(monkeypatch):
+    trials = Trials()
+    allocate = torch.empty
+
+    def full(*size, device=None, **options):
+        if device is not None:
+            raise torch.OutOfMemoryError("no room on the device")
+        return allocate(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        trials.choose("honest")
+    assert not trials.registrar.locked

@@ -181,13 +181,14 @@ class _TrialBench:
         self._cuda = cuda
         self._stream = stream
         self._chunk = HostChunk(self._ROWS * self._HOST_PITCH)
-        self._chunk.register(CudaRegistrar(cuda.cudart()) if registrar is None else registrar)
         self._arena = torch.empty(self._ROWS * self._DEVICE_PITCH, dtype=torch.uint8, device=device)
         self._pattern = (torch.arange(self._WIDTH * self._ROWS, dtype=torch.int64) * 167 % 251).to(torch.uint8)
         self._pattern = self._pattern.view(self._ROWS, self._WIDTH)
         self._copy = Copy(
             self._arena, 0, self._DEVICE_PITCH, self._chunk.tensor, 0, self._HOST_PITCH, self._WIDTH, self._ROWS
         )
+        # Last, so that nobody has to undo it where the device refuses the arena.
+        self._chunk.register(CudaRegistrar(cuda.cudart()) if registrar is None else registrar)
 
     def objection(self, transport: Transport) -> str | None:
         for direction in Direction:
