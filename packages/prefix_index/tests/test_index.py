@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from array import array
 
 import pytest
 
 from index_driver import BLOCK, Driver, make, raw
-from prefix_index import ForeignHandle, InvalidArgument, Pool, StaleHandle, StaleMatch, Tier, WrongState, WrongThread
+from prefix_index import (
+    ForeignHandle,
+    InvalidArgument,
+    Pool,
+    PrefixIndex,
+    StaleHandle,
+    StaleMatch,
+    Tier,
+    WrongState,
+    WrongThread,
+)
 
 
 def test_extend_sorts_blocks_into_inserted_and_duplicate() -> None:
@@ -214,6 +225,13 @@ def test_misuse_names_the_operation_and_changes_nothing() -> None:
     index.release(lease)
     with pytest.raises(StaleHandle, match="release"):
         index.release(lease)
+
+
+@pytest.mark.parametrize("name", ["block_tokens", "block_bytes", "image_bytes", "image_slabs"])
+@pytest.mark.parametrize("size", [0, -1, 4.0, math.nan, None])
+def test_sizes_that_make_no_sense_are_refused_at_construction(name: str, size: object) -> None:
+    with pytest.raises(InvalidArgument, match=f"PrefixIndex: {name} must be"):
+        PrefixIndex(**{name: size})  # type: ignore[arg-type]
 
 
 def test_a_second_thread_is_caught() -> None:

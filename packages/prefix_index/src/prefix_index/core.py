@@ -11,7 +11,7 @@ from prefix_index.cost import CostModel
 from prefix_index.errors import InvalidArgument
 from prefix_index.nodes import Edge, Hold, Snapshot, pinned_device_blocks, stamp
 from prefix_index.order import kill
-from prefix_index.values import Freed, Pages, Pool, SnapshotKind
+from prefix_index.values import Freed, Pages, Pool, SnapshotKind, integer
 
 if TYPE_CHECKING:
     from prefix_index.device import DeviceOrder
@@ -45,7 +45,7 @@ class Geometry:
         image_slabs: int,
     ) -> Geometry:
         """What `PrefixIndex` is made with, refused where it makes no sense."""
-        if not 1 <= block_tokens <= 4096:
+        if not 1 <= integer("PrefixIndex", "block_tokens", block_tokens) <= 4096:
             raise InvalidArgument(f"PrefixIndex: block_tokens must be between 1 and 4096, got {block_tokens!r}")
         if not pools:
             raise InvalidArgument("PrefixIndex: at least one pool is needed, got none")
@@ -53,7 +53,7 @@ class Geometry:
             if pool.lag not in (0, 1):
                 raise InvalidArgument(f"PrefixIndex: a pool's lag must be 0 or 1, got {pool.lag!r}")
         for name, value in (("block_bytes", block_bytes), ("image_bytes", image_bytes), ("image_slabs", image_slabs)):
-            if value < 1:
+            if integer("PrefixIndex", name, value) < 1:
                 raise InvalidArgument(f"PrefixIndex: {name} must be positive, got {value!r}")
         return cls(
             block_tokens=block_tokens,
