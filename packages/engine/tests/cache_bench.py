@@ -256,7 +256,6 @@ class Life:
             places = [place for place in (at + 1, end) if rng.random() < 0.4 and place <= end]
             taps = bench.cache.claim_taps(lane, planned(*places))
             if rng.random() < 0.15:  # the pass fails
-                bench.cache.drop_taps(taps)
                 bench.abandon(lane)
                 return
             bench.compute(lane, text, at, end)

@@ -3,6 +3,7 @@ tokens it would have been given alone, and loses nothing."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ from qwen35_engine import (
     QueueTimeout,
     TapHints,
 )
+from qwen35_engine.cache.publish import Publisher
+from qwen35_engine.cache.space import Space
+from qwen35_engine.memory import DeviceMemory
 from slab_pool import CopyFailed, Ticket
 
 TRUNK = tokens_of(0, 700)
@@ -188,6 +192,33 @@ def test_after_a_failure_that_spares_nobody_the_core_starts_afresh() -> None:
         assert rig.bench.cache.index.stats().blocks == 0
         assert rig.ask(history, 3).cached_tokens == 0
         rig.check_nothing_is_lost()
+
+
+@pytest.mark.parametrize(
+    ("owner", "step"),
+    [(Publisher, "commit"), (Publisher, "publish_tap"), (Space, "take_pages"), (DeviceMemory, "copy_page")],
+)
+@pytest.mark.parametrize("k", [0, 1, 2, 5])
+def test_a_pass_that_cannot_be_published_is_recovered_from(
+    owner: type, step: str, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(pages=40, snapshots=8, landing=True)
+    plain, calls = getattr(owner, step), itertools.count()
+
+    def fails_once(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == k:
+            rig.spoiled.update(rig.open)
+            raise MemoryError
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(owner, step, fails_once)
+    for seed in range(6):
+        prompt = [*tokens_of(40, 100), *tokens_of(41 + seed, 70)]
+        rig.submit(prompt, 3, hints=TapHints(explicit=(90, 130, 165)))
+    rig.run_dry()
+    assert next(calls) > k, "the step was never reached"
+    assert rig.recoveries == 1
+    rig.check_nothing_is_lost()
 
 
 @pytest.mark.parametrize("waits", [False, True])

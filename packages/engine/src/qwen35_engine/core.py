@@ -283,7 +283,6 @@ class Core:
             ).unsqueeze(0)
             _require_finite(hidden)
         except Exception as error:
-            self.cache.drop_taps(taps)
             if _concerns_all(error):
                 raise
             self._fail(lane, error)

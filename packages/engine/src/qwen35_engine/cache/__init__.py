@@ -9,7 +9,7 @@ wait for another's snapshot, ``publish`` commits what lanes compute, ``backup`` 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -179,10 +179,6 @@ class PrefixCache:
         """See ``Publisher.publish_tap``."""
         self._publisher.publish_tap(lane, tokens, tap)
 
-    def drop_taps(self, taps: Sequence[Tap]) -> None:
-        """See ``Publisher.drop_taps``."""
-        self._publisher.drop_taps(taps)
-
     def finish(self, lane: LaneMemory, tokens: array[int], computed: int) -> None:
         """End a sequence whose first ``computed`` tokens are sound: its slot becomes a snapshot, its blocks stay.
 
@@ -235,6 +231,7 @@ class PrefixCache:
         self._space.require_all_free()
 
     def _let_go(self, lane: LaneMemory) -> None:
+        self._publisher.drop_claims(lane)
         if lane.lease is not None:
             (self.index.release if lane.activated else self.index.cancel)(lane.lease)
         self._admission.end(lane)

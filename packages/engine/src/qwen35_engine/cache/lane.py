@@ -32,6 +32,7 @@ class LaneMemory:
         private: the pages that are the lane's own.
         restore: the copies its first pass waits for.
         activated: whether a pass of it has succeeded. Until then it has only borrowed, and ends without a trace.
+        claimed: the slots of taps whose pass has yet to be published.
         published: the snapshots it has made.
         reuse: what it skips and why no more; as set here, a lane that does without the cache.
         taps_taken: planned snapshots it has made.
@@ -47,6 +48,7 @@ class LaneMemory:
     private: set[int]
     restore: Restore | None = None
     activated: bool = False
+    claimed: list[int] = field(default_factory=list)
     published: list[SnapshotHandle] = field(default_factory=list)
     reuse: Reuse = _WITHOUT_THE_CACHE
     taps_taken: int = 0

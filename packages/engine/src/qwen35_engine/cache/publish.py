@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from prefix_index import PrefixIndex, SnapshotKind
@@ -54,13 +55,15 @@ class Publisher:
             lane.private.difference_update(lane.pages[first:end])
 
     def claim_taps(self, lane: LaneMemory, planned: Iterable[PlannedTap]) -> list[Tap]:
-        """Slots for planned taps, the most important first; one that finds none is skipped and counted."""
+        """Slots for planned taps, the most important first; one that finds none is skipped and counted. They are the
+        lane's until its pass has been published."""
         taps: list[Tap] = []
         if lane.lease is None:
             return taps
         for tap in sorted(planned, key=lambda tap: (tap.source, -tap.position)):
             if self._space.claim_snapshot_slot(lane.lease, tap.position) and len(self._space.slots):
                 taps.append(Tap(tap.position, self._space.take_snapshot_slot(), tap.kind))
+                lane.claimed.append(taps[-1].slot)
             else:
                 lane.taps_skipped += 1
         return sorted(taps, key=lambda tap: tap.position)
@@ -71,21 +74,28 @@ class Publisher:
         tail = tokens[first * BLOCK_TOKENS : tap.position]
         if tail and not self._space.page_room():
             lane.taps_skipped += 1
-            self._space.drop_snapshot_slot(tap.slot)
+            self._drop_claim(lane, tap.slot)
             return
-        tail_pages = self._space.take_pages(1) if tail else []
-        if tail:
-            self._memory.copy_page(lane.pages[first], tail_pages[0])
-        if self._publish(lane, tap.position, tap.slot, tail, tail_pages, tap.kind):
-            lane.taps_taken += 1
-        else:
-            self._space.drop_snapshot_slot(tap.slot)
-            self._space.pages.give_back(tail_pages)
+        with ExitStack() as undo:
+            tail_pages = self._space.take_pages(1) if tail else []
+            undo.callback(self._space.pages.give_back, tail_pages)
+            if tail:
+                self._memory.copy_page(lane.pages[first], tail_pages[0])
+            if self._publish(lane, tap.position, tap.slot, tail, tail_pages, tap.kind):
+                undo.pop_all()
+                lane.claimed.remove(tap.slot)
+                lane.taps_taken += 1
+            else:
+                self._drop_claim(lane, tap.slot)
 
-    def drop_taps(self, taps: Sequence[Tap]) -> None:
-        """Give up taps whose chunk failed."""
-        for tap in taps:
-            self._space.drop_snapshot_slot(tap.slot)
+    def drop_claims(self, lane: LaneMemory) -> None:
+        """Give up what a lane that ends has claimed for a pass that was not published."""
+        for slot in lane.claimed[:]:
+            self._drop_claim(lane, slot)
+
+    def _drop_claim(self, lane: LaneMemory, slot: int) -> None:
+        lane.claimed.remove(slot)
+        self._space.drop_snapshot_slot(slot)
 
     def publish_endpoint(self, lane: LaneMemory, tokens: array[int], computed: int) -> bool:
         """Turn the lane's slot into the snapshot at its end, and its partial page into the tail; nothing is copied.
