@@ -84,7 +84,7 @@ class World:
         # With forced collisions a hash names no block, so nobody can follow from outside.
         self.follower = Follower() if hashing == "xxh3" else None
         if self.follower is not None:
-            self.index.subscribe(self.follower)
+            self.subscription = self.index.subscribe(self.follower)
         self.model = NaiveIndex(SIZE, lags, snapshots, 1000, image_bytes, cost)
         self.pools = len(lags)
         self.lanes: list[Lane] = []
@@ -435,6 +435,7 @@ class World:
         free_tails = sum(not self.model.snapshot_pins(s) for s in tails)
         assert self.index.stats().evictable_device_pages == free_blocks + free_tails
         if self.follower is not None:
+            assert self.subscription.error is None
             late = Follower()
             late.catch_up(self.index.state_events())
             assert self.follower.view() == late.view()

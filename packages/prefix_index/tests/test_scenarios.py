@@ -307,6 +307,28 @@ def test_who_unsubscribes_hears_nothing_of_what_is_being_told() -> None:
     assert heard == []
 
 
+def test_a_listener_that_fails_is_told_no_more_and_harms_nobody() -> None:
+    rig, alone = Rig(), Rig()
+    failing, heard = [], []
+
+    def fail(event: Event) -> None:
+        failing.append(event)
+        raise ValueError
+
+    subscription = rig.index.subscribe(fail)
+    rig.index.subscribe(heard.append)
+    for each in (rig, alone):
+        tokens = each.tokens(("a", 320))
+        each.turn(tokens, (200, TAP), (320, ENDPOINT), host=True)
+        each.index.evict_device(3)
+        each.index.evict_host(2)
+    assert len(failing) == 1
+    assert len(heard) > 10
+    assert isinstance(subscription.error, ValueError)
+    rig.index.check_invariants()
+    assert rig.index.digest() == alone.index.digest()
+
+
 def test_53_counters_only_rise_and_add_up() -> None:
     rig = Rig()
     tokens = rig.tokens(("a", 320))

@@ -9,6 +9,7 @@ Hashes are 64-bit ints, tokens and tails int32 little-endian bytes, a depth a bl
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -75,20 +76,26 @@ class Cleared:
     namespace_hash: int
 
 
+logger = logging.getLogger(__name__)
+
 Event = BlockStored | BlockRemoved | SnapshotPublished | SnapshotDropped | Cleared
 Listener = Callable[[Event], None]
 
 
 class Subscription:
     """Ends when closed. Listeners run on the index's thread, inside the call that caused the event; they must not call
-    the index."""
+    the index. One that raises is logged and told no more, since the call goes on: what it knows has a gap from then on.
 
-    __slots__ = ("_feed", "_listener", "_open")
+    error   what it raised, else None
+    """
+
+    __slots__ = ("_feed", "_listener", "_open", "error")
 
     def __init__(self, feed: Feed, listener: Listener) -> None:
         self._feed = feed
         self._listener = listener
         self._open = True
+        self.error: Exception | None = None
 
     def close(self) -> None:
         """Hear no more, not even of what is being told right now. Closing twice is fine."""
@@ -98,8 +105,14 @@ class Subscription:
             self._feed.mute(False)
 
     def deliver(self, event: Event) -> None:
-        if self._open:
+        if not self._open:
+            return
+        try:
             self._listener(event)
+        except Exception as error:
+            self.error = error
+            self.close()
+            logger.exception("a listener failed and is told no more")
 
 
 class Feed:
