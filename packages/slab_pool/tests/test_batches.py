@@ -154,6 +154,14 @@ def test_records_beyond_the_arena_are_refused():
             record_copies(pool, torch.zeros(4, RECORD, dtype=torch.uint8), runs, 0, 1)
 
 
+@pytest.mark.parametrize(("slabs", "slabs_per_chunk"), [(8, 4), (4, 2)])
+def test_runs_of_a_pool_of_another_shape_are_refused(slabs, slabs_per_chunk):
+    with small_pool(4, slabs_per_chunk=4) as pool, small_pool(slabs, slabs_per_chunk=slabs_per_chunk) as other:
+        runs = other.plan_runs(range(slabs), other.acquire(slabs), record_bytes=RECORD)
+        with pytest.raises(ValueError, match="must be planned for a pool of 4 slabs, 4 a chunk, got slab"):
+            record_copies(pool, torch.zeros(8, RECORD, dtype=torch.uint8), runs, 0, 1)
+
+
 @pytest.mark.parametrize(("slot", "begin", "end"), [(-1, 0, 1), (2, 0, 1), (0, -1, 1), (0, 2, 1), (0, 0, SLAB + 2)])
 def test_image_ranges_outside_are_refused(slot, begin, end):
     with small_pool(4) as pool:

@@ -100,8 +100,8 @@ def record_copies(
     """Bytes `[begin, end)` of every record of `runs`, one copy a run.
 
     `arena` is the device's `uint8[num_records, record_bytes]`, contiguous; the record starts at `slab_begin` in
-    its slab. Rows that touch each other on both sides become one contiguous copy. ValueError for another arena, and for
-    bytes or records outside arena or slab.
+    its slab. Rows that touch each other on both sides become one contiguous copy. ValueError for another arena,
+    for bytes or records outside arena or slab, and for runs of a pool of another shape.
     """
     flat, record_bytes = _flat_arena("record_copies", arena)
     if not (0 <= begin < end <= record_bytes and 0 <= slab_begin <= pool.slab_bytes - end):
@@ -109,15 +109,17 @@ def record_copies(
             f"record_copies: range must lie in a record of {record_bytes} and a slab of {pool.slab_bytes} bytes,"
             f" got [{begin}, {end}) from slab byte {slab_begin}"
         )
-    num_records = arena.shape[0]
+    if runs.last_record >= arena.shape[0]:
+        raise ValueError(f"record_copies: records must be below {arena.shape[0]}, got {runs.last_record}")
+    if runs.last_slab >= pool.num_slabs or runs.slabs_per_chunk != pool.slabs_per_chunk:
+        raise ValueError(
+            f"record_copies: runs must be planned for a pool of {pool.num_slabs} slabs, {pool.slabs_per_chunk} a chunk,"
+            f" got slab {runs.last_slab} with {runs.slabs_per_chunk} a chunk"
+        )
     slab_bytes = pool.slab_bytes
     width = end - begin
     copies = []
     for record, record_stride, chunk, row, row_stride, count in runs.plain():
-        if record + (count - 1) * record_stride >= num_records:
-            raise ValueError(
-                f"record_copies: records must be below {num_records}, got {record + (count - 1) * record_stride}"
-            )
         host = pool.chunk_tensor(chunk)
         device_offset = record * record_bytes + begin
         host_offset = row * slab_bytes + slab_begin + begin

@@ -22,12 +22,25 @@ class Run(NamedTuple):
 
 
 class Runs(Sequence[Run]):
-    """A sequence of runs, kept as plain tuples: thousands of `Run` would cost as much as to plan them."""
+    """A sequence of runs, kept as plain tuples: thousands of `Run` would cost as much as to plan them.
 
-    __slots__ = ("_plain",)
+    `last_record` and `last_slab` are the highest numbers in it, -1 where it is empty; `slabs_per_chunk` is what its
+    rows were counted by.
+    """
 
-    def __init__(self, plain: Sequence[tuple[int, int, int, int, int, int]]) -> None:
+    __slots__ = ("_plain", "last_record", "last_slab", "slabs_per_chunk")
+
+    def __init__(
+        self,
+        plain: Sequence[tuple[int, int, int, int, int, int]],
+        last_record: int,
+        last_slab: int,
+        slabs_per_chunk: int,
+    ) -> None:
         self._plain = plain
+        self.last_record = last_record
+        self.last_slab = last_slab
+        self.slabs_per_chunk = slabs_per_chunk
 
     def plain(self) -> Sequence[tuple[int, int, int, int, int, int]]:
         """The fields of every `Run`."""
@@ -108,4 +121,4 @@ def plan_runs(
         record_stride = slab_stride = 1
     if count:
         runs.append((first_record, record_stride, chunk, first_slab - chunk_begin, slab_stride, count))
-    return Runs(runs)
+    return Runs(runs, max(records, default=-1), max(slabs, default=-1), slabs_per_chunk)

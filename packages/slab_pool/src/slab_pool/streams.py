@@ -144,6 +144,7 @@ class CopyStream(ABC):
             self._retire()
 
     def statistics(self) -> CopyStatistics:
+        """For the owner's thread, like all that is not in a ticket: it moves what has landed to what `poll` returns."""
         self._retire()
         return CopyStatistics(
             host_to_device=self._totals[Direction.HOST_TO_DEVICE],
