@@ -8,7 +8,7 @@ from array import array
 import pytest
 import xxhash
 
-from prefix_index import InvalidArgument, PrefixIndex, xxh3_block_hash
+from prefix_index import InvalidArgument, PrefixIndex, PrefixIndexError, xxh3_block_hash
 
 INDEX = PrefixIndex(block_tokens=4)
 TOKENS = list(range(-3, 10))
@@ -77,3 +77,15 @@ def test_a_namespace_that_is_no_bytes_is_refused_where_it_is_named(namespace: ob
         with pytest.raises(InvalidArgument, match="a namespace must be bytes, got"):
             use(namespace)
     assert INDEX.prepare(TOKENS, bytearray(b"a")).namespace == b"a"
+
+
+def test_a_namespace_is_not_repeated() -> None:
+    """It may come from a tenant's secret."""
+    index, secret = PrefixIndex(block_tokens=4), b"salted secret"
+    prompt = index.prepare(TOKENS, secret)
+    assert "secret" not in repr(prompt)
+    index.acquire(index.match(prompt))
+    for use in (lambda: index.clear(secret), lambda: index.holds("secret")):  # type: ignore[arg-type]
+        with pytest.raises(PrefixIndexError) as caught:
+            use()
+        assert "secret" not in str(caught.value)

@@ -13,7 +13,7 @@ def clear(core: Core, namespace: bytes | None) -> Given:
     chosen = [root for root in roots if root is not None]
     for root in chosen:
         if root.pins:
-            raise WrongState(f"clear: no lease may be open in namespace {root.namespace!r}, got {root.pins} pins")
+            raise WrongState(f"clear: no lease may be open in namespace {root.hashed:016x}, got {root.pins} pins")
     given = Given()
     for root in chosen:
         _clear_root(core, root, given)

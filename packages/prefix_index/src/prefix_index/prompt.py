@@ -68,13 +68,14 @@ def token_bytes(op: str, tokens: TokenInput) -> bytes:
 
 
 def namespace_bytes(op: str, namespace: Any) -> bytes:
-    """`namespace` as bytes. InvalidArgument for what is no buffer: an int would become that many zeros."""
+    """`namespace` as bytes. InvalidArgument for what is no buffer: an int would become that many zeros. A namespace may
+    come from a secret, so its value is not repeated."""
     if isinstance(namespace, bytes):
         return namespace
     try:
         return bytes(memoryview(namespace))
     except TypeError:
-        raise InvalidArgument(f"{op}: a namespace must be bytes, got {namespace!r}") from None
+        raise InvalidArgument(f"{op}: a namespace must be bytes, got {type(namespace).__name__}") from None
 
 
 def _from_ints(op: str, tokens: Iterable[int]) -> bytes:
@@ -174,7 +175,8 @@ class Prompt:
         return self._hashes
 
     def __repr__(self) -> str:
-        return f"Prompt({self._num_tokens} tokens, namespace={self._namespace!r}, extras={self._extras.pairs!r})"
+        namespace = namespace_hash(self._namespace)
+        return f"Prompt({self._num_tokens} tokens, namespace {namespace:016x}, extras={self._extras.pairs!r})"
 
 
 class BlockScheme:

@@ -87,7 +87,7 @@ def _check_rows(core: Core, tables: HostTables, paths: list[list[int]]) -> None:
             raise InvalidArgument(f"restore: snapshot row {position} must {complaint}, got {row!r}")
         snapshots.add(key)
     if len(set(tables.namespaces)) != len(tables.namespaces):
-        raise InvalidArgument(f"restore: every namespace must be named once, got {tables.namespaces!r}")
+        raise InvalidArgument(f"restore: every namespace must be named once, got {len(tables.namespaces)} with doubles")
     handles = page_list("restore", tables.slabs, 1, tables.num_slabs)
     if len(set(handles)) != len(handles):
         raise InvalidArgument(f"restore: every slab must be given once, got {len(handles) - len(set(handles))} doubles")
