@@ -102,8 +102,8 @@ class GenerationRequest:
             _require(
                 0 <= self.logprobs <= MAX_LOGPROBS, f"logprobs must be between 0 and {MAX_LOGPROBS}", self.logprobs
             )
-        opener = () if self.hints.opener is None else (self.hints.opener,)
         hints = self.hints
+        opener = () if hints.opener is None else (hints.opener,)
         for position in (*hints.explicit, *opener, *hints.structural, *hints.automatic, *hints.message_boundaries):
             _require(1 <= position <= len(self.tokens), "a hint's position must lie inside the prompt", position)
 
