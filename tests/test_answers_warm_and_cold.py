@@ -172,7 +172,7 @@ def test_pages_of_another_conversation_are_noticed(asked: list[list[Question]], 
         talk = Talk(engine)
         first, second = list(zip(*asked, strict=True))[2:4]
         assert not wrong(cold, list(first), talk.ask(*first))
-        shuffle(engine._model._memory.pages)
+        shuffle(engine.parts.memory.pages)
         before = talk.cached_tokens
         answers = talk.ask(*second)
         assert talk.cached_tokens > before
@@ -197,7 +197,7 @@ def test_states_of_another_conversation_are_noticed(
             places.append(next(n for n, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b))
             talk.ask(other, explicit=places[-1:])
         if damaged:
-            shuffle(engine._model._memory.states)
+            shuffle(engine.parts.memory.states)
         before_them = talk.cached_tokens
         faults = [wrong(cold, [one], talk.ask(one)) for one in questions]
         assert talk.cached_tokens - before_them == sum(places)

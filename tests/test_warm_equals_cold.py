@@ -18,8 +18,8 @@ import torch
 import tiny_checkpoints
 from lanes import ForcingSampler, assert_same_predictions, collect, run
 from qwen35_engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TapHints
-from qwen35_engine.cache import LaneMemory
 from qwen35_engine.memory import DeviceMemory
+from qwen35_engine.sequence import Sequence as Running
 
 VOCAB = tiny_checkpoints.BASE["vocab_size"]
 FIRST, FOLLOWING, BESIDE = 1, 2, 3  # seeds, by which the sampler tells the turns apart
@@ -106,11 +106,11 @@ LOSING = 3  # the seed of a request during which everything cached leaves the de
 
 def lose_device(engine: Engine) -> None:
     """As under pressure: only what has a Host copy is left."""
-    cache = engine._cache
-    cache.drain()
+    cache = engine.parts.cache
+    cache.transfers.drain()
     while (freed := cache.index.claim_slot()) is not None:
-        cache._space.reclaim(freed)
-    cache._space.reclaim(cache.index.evict_device(cache.stats().pages_total))
+        cache.allocator.reclaim(freed)
+    cache.allocator.reclaim(cache.index.evict_device(cache.stats().pages_total))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -199,14 +199,14 @@ def swap(rows: torch.Tensor, one: int, other: int) -> None:
 
 def recurrent_states(engine: Engine) -> list[torch.Tensor]:
     """A view of every slot for each Gated DeltaNet layer."""
-    memory = engine._model._memory
+    memory = engine.parts.memory
     layout = memory.state_layout
     return [layout.recurrent(memory.states, layer) for layer in range(layout.num_layers)]
 
 
 def conv_histories(engine: Engine) -> list[torch.Tensor]:
     """A view of every slot for each Gated DeltaNet layer."""
-    memory = engine._model._memory
+    memory = engine.parts.memory
     layout = memory.state_layout
     return [layout.conv(memory.states, layer) for layer in range(layout.num_layers)]
 
@@ -215,14 +215,14 @@ def slots_of_both(engine: Engine) -> tuple[int, int]:
     return lane_of(engine, FOLLOWING).slot, lane_of(engine, BESIDE).slot
 
 
-def lane_of(engine: Engine, seed: int) -> LaneMemory:
-    (lane,) = [lane for lane in engine._worker._core._lanes.values() if lane.job.seed == seed]
-    return lane.memory
+def lane_of(engine: Engine, seed: int) -> Running:
+    (lane,) = [lane for lane in engine.parts.loop.running if lane.seed == seed]
+    return lane
 
 
 def resumed_lane(engine: Engine) -> tuple[DeviceMemory, int, list[int]]:
     lane = lane_of(engine, FOLLOWING)
-    return engine._model._memory, lane.slot, lane.pages
+    return engine.parts.memory, lane.slot, lane.pages
 
 
 @pytest.mark.parametrize(
@@ -257,13 +257,13 @@ def test_a_state_taken_one_token_early_is_seen(pair: Pair) -> None:
     taken = []
 
     def early(engine: Engine) -> None:
-        real = engine._model.prefill
+        real = engine.parts.model.prefill
 
         def prefill(*, taps: Sequence[tuple[int, int]] = (), **arguments: Any) -> torch.Tensor:
             taken.extend(taps)
             return real(taps=[(position - 1, slot) for position, slot in taps], **arguments)
 
-        engine._model.prefill = prefill  # type: ignore[method-assign]
+        engine.parts.model.prefill = prefill  # type: ignore[method-assign]
 
     pair.prepare = early
     with pytest.raises(AssertionError, match="log-probabilities differ by"):

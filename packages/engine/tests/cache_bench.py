@@ -8,10 +8,13 @@ from array import array
 import torch
 
 from prefix_index import Readiness, SnapshotKind, Tap, TapSource
-from qwen35_engine.cache import LaneMemory, PrefixCache
+from qwen35_engine import GenerationRequest, TokenStream
+from qwen35_engine.cache import PrefixCache
 from qwen35_engine.calibration import Calibration
 from qwen35_engine.host import HostTier
 from qwen35_engine.memory import DeviceMemory
+from qwen35_engine.metrics import Stopwatch
+from qwen35_engine.sequence import Sequence
 from qwen35_kernels import KVProfile, PageLayout, StateLayout
 from slab_pool.testing import ManualCopyStream
 
@@ -80,18 +83,31 @@ class Bench:
             host=self.host,
             calibration=calibration,
         )
-        self.lanes: list[tuple[LaneMemory, array[int]]] = []
+        self.lanes: list[Sequence] = []
 
-    def admit(self, tokens: list[int], total: int | None = None, *, reuse: bool = True) -> LaneMemory | None:
-        prompt = self.cache.index.prepare(array("i", tokens)) if reuse else None
-        quote = self.cache.quote(prompt, total_tokens=total or len(tokens))
+    def admit(self, tokens: list[int], total: int | None = None, *, reuse: bool = True) -> Sequence | None:
+        lane = self.sequence(tokens, reuse=reuse)
+        quote = self.cache.quote(lane.prompt, total_tokens=total or len(tokens))
         if quote.readiness is not Readiness.READY:
             return None
-        lane = self.cache.start(quote)
-        self.lanes.append((lane, array("i", tokens)))
+        self.cache.lanes.start(lane, quote)
+        self.lanes.append(lane)
         return lane
 
-    def compute(self, lane: LaneMemory, tokens: list[int], begin: int, end: int) -> None:
+    def sequence(self, tokens: list[int], *, reuse: bool = True) -> Sequence:
+        """A request that waits."""
+        ids = array("i", tokens)
+        return Sequence(
+            stream=TokenStream(0, lambda *_: None, None),
+            request=GenerationRequest(tokens=tokens),
+            prompt=self.cache.index.prepare(ids) if reuse else None,
+            tokens=ids,
+            max_tokens=1,
+            seed=0,
+            times=Stopwatch(0.0),
+        )
+
+    def compute(self, lane: Sequence, tokens: list[int], begin: int, end: int) -> None:
         """Write what a pass over ``tokens[begin:end]`` would: a page says which tokens it holds, a slot how far its
         state is. The first pass waits for the lane's restore and finds what it resumes from."""
         if lane.restore is not None:
@@ -106,7 +122,7 @@ class Bench:
             self.memory.pages[lane.pages[block]] = signature(tokens[: min(end, (block + 1) * BLOCK)])
         self.memory.states[lane.slot] = signature(tokens[:end])
 
-    def check_resumed(self, lane: LaneMemory, tokens: list[int]) -> None:
+    def check_resumed(self, lane: Sequence, tokens: list[int]) -> None:
         """State, whole blocks and tail are those of the lane's own tokens."""
         if not lane.frontier:
             assert not self.memory.states[lane.slot].any(), "a fresh state is not zero"
@@ -129,23 +145,35 @@ class Bench:
             return
         assert (row == signature(tokens)).all(), "resumed over another's page"
 
-    def finish(self, lane: LaneMemory, tokens: list[int]) -> None:
-        self.forget(lane)
-        self.cache.finish(lane, array("i", tokens), len(tokens))
+    def commit(self, lane: Sequence, computed: int) -> None:
+        lane.computed = computed
+        self.cache.publisher.commit(lane)
 
-    def abandon(self, lane: LaneMemory) -> None:
+    def claim_taps(self, lane: Sequence, *positions: int) -> list[tuple[int, int]]:
+        """Position and slot of the taps that found one."""
+        lane.taps = planned(*positions)
+        self.cache.publisher.claim_taps(lane, max(positions, default=0))
+        return sorted((tap.position, slot) for slot, tap in lane.claimed.items())
+
+    def finish(self, lane: Sequence, tokens: list[int]) -> None:
+        self.forget(lane)
+        assert lane.tokens[: len(tokens)].tolist() == tokens
+        lane.computed = len(tokens)
+        self.cache.finish(lane)
+
+    def abandon(self, lane: Sequence) -> None:
         self.forget(lane)
         self.cache.abandon(lane)
 
-    def forget(self, lane: LaneMemory) -> None:
-        self.lanes = [(other, tokens) for other, tokens in self.lanes if other is not lane]
+    def forget(self, lane: Sequence) -> None:
+        self.lanes = [other for other in self.lanes if other is not lane]
 
-    def run(self, tokens: list[int], *, finish: bool = False) -> LaneMemory:
+    def run(self, tokens: list[int], *, finish: bool = False) -> Sequence:
         """A lane that computes its whole prompt and commits it."""
         lane = self.admit(tokens)
         assert lane is not None
         self.compute(lane, tokens, lane.frontier, len(tokens))
-        self.cache.commit(lane, array("i", tokens), len(tokens))
+        self.commit(lane, len(tokens))
         if finish:
             self.finish(lane, tokens)
         return lane
@@ -160,8 +188,8 @@ class Bench:
         while True:
             self.writes.land_all()
             self.reads.land_all()
-            self.cache.poll()
-            if self.cache._transfers is None or not len(self.cache._transfers):
+            self.cache.transfers.poll()
+            if not self.cache.transfers:
                 break
 
     def leave_to_host(self) -> None:
@@ -171,7 +199,7 @@ class Bench:
 
     def lose_device(self) -> None:
         """Everything cached leaves the device, as under pressure; what has no Host copy is gone."""
-        space = self.cache._space
+        space = self.cache.allocator
         while (freed := self.cache.index.claim_slot()) is not None:
             space.reclaim(freed)
         space.reclaim(self.cache.index.evict_device(self.cache.stats().pages_total))
@@ -181,13 +209,13 @@ class Bench:
         index, stats = self.cache.index, self.cache.stats()
         self.cache.check_invariants()
         gauges = index.stats()
-        private = [page for lane, _ in self.lanes for page in lane.private]
+        private = [page for lane in self.lanes for page in lane.private]
         assert len(set(private)) == len(private)
-        for lane, _ in self.lanes:
-            table = self.cache.block_tables[lane.row].tolist()
+        for lane in self.lanes:
+            table = self.cache.lanes.block_tables[lane.row].tolist()
             assert table[: len(lane.pages)] == lane.pages
             assert not any(table[len(lane.pages) :])
-        if self.cache._transfers is not None and len(self.cache._transfers):
+        if self.cache.transfers:
             return  # lanes that ended before their restore landed have left pages and slots to it
         assert stats.pages_free + len(private) + gauges.device_blocks + gauges.device_tails == stats.pages_total
         assert stats.slots_free + len(self.lanes) + stats.snapshot_slots_used == stats.slots_total
@@ -197,7 +225,7 @@ class Bench:
         assert not self.lanes
         self.land_all()
         self.check()
-        space, stats = self.cache._space, self.cache.stats()
+        space, stats = self.cache.allocator, self.cache.stats()
         self.lose_device()
         if stats.host is not None:
             space.reclaim(self.cache.index.evict_host(stats.host.slabs_total))
@@ -205,8 +233,8 @@ class Bench:
         assert after.pages_free == after.pages_total
         assert after.slots_free == after.slots_total
         assert after.snapshot_slots_used == 0
-        rows = self.cache._admission._rows
-        assert sorted(rows) == list(range(self.cache.block_tables.shape[0]))
+        lanes = self.cache.lanes
+        assert lanes.num_free == lanes.block_tables.shape[0]
         assert after.host is None or after.host.slabs_free == after.host.slabs_total
         gauges = self.cache.index.stats()
         assert gauges.blocks == gauges.snapshots == 0
@@ -220,7 +248,7 @@ class Life:
         self.rng = rng = random.Random(seed * 1000 + slabs)
         self.bench = Bench(pages=rng.randint(8, 24), lanes=rng.randint(1, 4), snapshots=rng.randint(1, 4), slabs=slabs)
         self._trunk = [rng.randrange(1000) for _ in range(400)]
-        self._computed: dict[LaneMemory, int] = {}
+        self._computed: dict[Sequence, int] = {}
         self.resumed = self.restored = 0
 
     def step(self) -> None:
@@ -228,10 +256,10 @@ class Life:
         if rng.random() < 0.5:
             bench.writes.land(rng.randint(0, 2))
             bench.reads.land(rng.randint(0, 3))
-        bench.cache.poll()
+        bench.cache.transfers.poll()
         if bench.lanes and rng.random() < 0.7:
-            self._go_on(*rng.choice(bench.lanes))
-        elif len(bench.lanes) < bench.cache.block_tables.shape[0]:
+            self._go_on(rng.choice(bench.lanes))
+        elif len(bench.lanes) < bench.cache.lanes.block_tables.shape[0]:
             self.admit(self.prompt(), reuse=rng.random() < 0.9)
 
     def prompt(self) -> list[int]:
@@ -240,7 +268,7 @@ class Life:
         shared = rng.randint(0, rng.randint(1, min(400, (self.bench.cache.stats().pages_total - 2) * BLOCK)))
         return [*self._trunk[:shared], *(rng.randrange(1000) for _ in range(rng.randint(1, 40)))]
 
-    def admit(self, tokens: list[int], *, reuse: bool = True) -> LaneMemory | None:
+    def admit(self, tokens: list[int], *, reuse: bool = True) -> Sequence | None:
         lane = self.bench.admit(tokens, reuse=reuse)
         if lane is not None:
             self._computed[lane] = lane.frontier
@@ -248,26 +276,25 @@ class Life:
             self.restored += lane.restore is not None
         return lane
 
-    def _go_on(self, lane: LaneMemory, tokens: array[int]) -> None:
-        bench, rng, text, at = self.bench, self.rng, tokens.tolist(), self._computed[lane]
+    def _go_on(self, lane: Sequence) -> None:
+        bench, rng, text, at = self.bench, self.rng, lane.tokens.tolist(), self._computed[lane]
         action = rng.random()
         if action < 0.6 and at < len(text):
             end = min(len(text), at + rng.randint(1, 150))
             places = [place for place in (at + 1, end) if rng.random() < 0.4 and place <= end]
-            taps = bench.cache.claim_taps(lane, planned(*places))
+            taps = bench.claim_taps(lane, *places)
             if rng.random() < 0.15:  # the pass fails
                 bench.abandon(lane)
                 return
             bench.compute(lane, text, at, end)
-            for tap in taps:
-                bench.memory.states[tap.slot] = signature(text[: tap.position])
-            bench.cache.commit(lane, tokens, end)
-            for tap in taps:
-                bench.cache.publish_tap(lane, tokens, tap)
+            for position, slot in taps:
+                bench.memory.states[slot] = signature(text[:position])
+            bench.commit(lane, end)
+            bench.cache.publisher.publish_taps(lane)
             self._computed[lane] = end
         elif action < 0.9:
             bench.finish(lane, text[:at])
 
     def finish_all(self) -> None:
-        for lane, tokens in list(self.bench.lanes):
-            self.bench.finish(lane, tokens.tolist()[: self._computed[lane]])
+        for lane in list(self.bench.lanes):
+            self.bench.finish(lane, lane.tokens.tolist()[: self._computed[lane]])

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cache_bench import Bench, Life, planned
+from cache_bench import Bench, Life
 from prefix_index import Freed, Lease, PrefixIndex, Tier
-from qwen35_engine.cache.admit import Admission
+from qwen35_engine.cache.lanes import Lanes
 from qwen35_engine.host import HostTier
 from qwen35_engine.memory import DeviceMemory, IdPool
 from slab_pool import CopyStream
@@ -53,7 +53,7 @@ class Evictions:
         for name, arguments, options in self.calls:
             freed = getattr(bench.cache.index, name)(*arguments, **options)
             if freed is not None:
-                bench.cache._space.reclaim(freed)
+                bench.cache.allocator.reclaim(freed)
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def acquired(bench: Bench, tokens: list[int], frontier: int) -> Iterator[Lease]:
 
 def restore_only(bench: Bench, path: Lease) -> None:
     """What the copies of a restore leave behind that nobody waits for: blocks and tail are on the device again."""
-    index, space = bench.cache.index, bench.cache._space
+    index, space = bench.cache.index, bench.cache.allocator
     assert path.snapshot is not None
     missing = path.depth - index.held(path, Tier.DEVICE)
     tail = bool(path.frontier % 64 and not path.tail_pages)
@@ -102,7 +102,7 @@ def test_a_lane_that_never_ran_leaves_what_a_twin_has_after_the_same_evictions(
             assert lane is not None
             restoring = lane.restore is not None
             # Also a first pass that failed has published nothing; the slots of its taps were claimed before it.
-            one.bench.cache.claim_taps(lane, planned(len(tokens)) if seed % 2 else [])
+            one.bench.claim_taps(lane, *([len(tokens)] if seed % 2 else []))
             if seed % 3:
                 one.bench.abandon(lane)
             else:  # cancelled: it ends like any other
@@ -133,7 +133,7 @@ STEPS: list[tuple[type, str]] = [
     (DeviceMemory, "copy_state"),
     (DeviceMemory, "copy_page"),
     (DeviceMemory, "clear_state"),
-    (Admission, "_write_row"),
+    (Lanes, "_write_row"),
     (PrefixIndex, "begin_fill"),
     (HostTier, "restore"),
     (CopyStream, "submit"),
@@ -157,12 +157,13 @@ def test_an_admission_that_fails_at_any_step_gives_everything_back(
                 if seed % 2:
                     life.bench.lose_device()
             tokens = one.prompt()
-            quote = one.bench.cache.quote(one.bench.cache.index.prepare(tokens), total_tokens=len(tokens))
+            sequence = one.bench.sequence(tokens)
+            quote = one.bench.cache.quote(sequence.prompt, total_tokens=len(tokens))
             with monkeypatch.context() as patch:
                 evictions = Evictions(one.bench, patch)
                 fail_kth_call(patch, owner, step, kth)
                 try:
-                    one.bench.cache.start(quote)
+                    one.bench.cache.lanes.start(sequence, quote)
                 except StepFailed:
                     failures += 1
                 else:

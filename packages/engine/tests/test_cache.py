@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 
-from cache_bench import BLOCK, Bench, Life, planned, signature
+from cache_bench import BLOCK, Bench, Life, signature
 from slab_pool import CopyFailed
 
 
@@ -14,14 +12,15 @@ def test_an_endpoint_takes_the_slot_and_the_partial_page_over() -> None:
     bench = Bench()
     tokens = list(range(150))
     lane = bench.run(tokens)
-    slot, partial = lane.slot, lane.pages[2]
+    slot, pages = lane.slot, lane.pages
+    partial = pages[2]
     bench.finish(lane, tokens)
     bench.check()
     following = [*tokens, 7, 8]
     resumed = bench.admit(following)
     assert resumed is not None
     assert resumed.frontier == 150
-    assert resumed.pages[:2] == lane.pages[:2]
+    assert resumed.pages[:2] == pages[:2]
     # State and partial page are copies: the snapshot stays as it is while the lane goes on.
     assert resumed.slot != slot
     assert resumed.pages[2] != partial
@@ -49,7 +48,7 @@ def test_a_block_that_is_there_already_stays_private() -> None:
     assert two is not None
     for lane in (one, two):
         bench.compute(lane, tokens, 0, 130)
-        bench.cache.commit(lane, array("i", tokens), 130)
+        bench.commit(lane, 130)
     assert one.private == {one.pages[2]}
     assert two.private == set(two.pages)
     bench.check()
@@ -89,11 +88,11 @@ def test_a_tap_copies_the_partial_page() -> None:
     tokens = list(range(200))
     lane = bench.admit(tokens)
     assert lane is not None
-    (tap,) = bench.cache.claim_taps(lane, planned(140))
+    ((_, slot),) = bench.claim_taps(lane, 140)
     bench.compute(lane, tokens, 0, 200)
-    bench.memory.states[tap.slot] = signature(tokens[:140])
-    bench.cache.commit(lane, array("i", tokens), 200)
-    bench.cache.publish_tap(lane, array("i", tokens), tap)
+    bench.memory.states[slot] = signature(tokens[:140])
+    bench.commit(lane, 200)
+    bench.cache.publisher.publish_taps(lane)
     bench.check()
     bench.memory.pages[lane.pages[2]] = 0  # the lane's own page may go on changing
     other = bench.admit([*tokens[:140], 3, 2, 1])
@@ -107,8 +106,8 @@ def test_taps_beyond_the_snapshot_slots_are_counted() -> None:
     bench = Bench(snapshots=2)
     lane = bench.admit(list(range(300)))
     assert lane is not None
-    taps = bench.cache.claim_taps(lane, planned(100, 150, 200))
-    assert [tap.position for tap in taps] == [150, 200]
+    taps = bench.claim_taps(lane, 100, 150, 200)
+    assert [position for position, _ in taps] == [150, 200]
     assert lane.taps_skipped == 1
     bench.check()
     bench.abandon(lane)  # their pass has failed
@@ -274,8 +273,7 @@ def test_what_landed_together_is_settled_though_one_of_it_raises() -> None:
     bench = Bench(lanes=2, snapshots=3, slabs=40)
     for tokens in (list(range(150)), list(range(200, 340))):
         bench.run(tokens, finish=True)
-    transfers, backup = bench.cache._transfers, bench.cache._backup
-    assert transfers is not None
+    transfers, backup = bench.cache.transfers, bench.cache.write_through
     assert backup is not None
     assert backup.reading_slots is not None
 
@@ -285,8 +283,8 @@ def test_what_landed_together_is_settled_though_one_of_it_raises() -> None:
     transfers.afterwards(backup.reading_slots, fail)
     bench.writes.land_all()
     with pytest.raises(MemoryError):
-        bench.cache.poll()
-    bench.cache.poll()
+        bench.cache.transfers.poll()
+    bench.cache.transfers.poll()
     assert not len(transfers)
     bench.check_nothing_is_lost()
 
@@ -315,7 +313,7 @@ def test_what_is_written_is_the_caches_own_copy() -> None:
     assert second is not None
     for lane in (first, second):
         bench.compute(lane, tokens, 0, 130)
-        bench.cache.commit(lane, array("i", tokens), 130)
+        bench.commit(lane, 130)
     duplicates = set(second.pages)
     bench.finish(second, tokens)
     third = bench.run(list(range(5000, 5190)))
@@ -346,7 +344,7 @@ def test_a_failed_copy_is_told_to_the_owner() -> None:
     bench.writes.fail_copy(1)
     bench.writes.land_all()
     with pytest.raises(CopyFailed):
-        bench.cache.poll()
+        bench.cache.transfers.poll()
 
 
 # ---- random lives -----------------------------------------------------------------------------------------------

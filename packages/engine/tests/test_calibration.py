@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cache_bench import Bench, small_memory
-from core_rig import Rig, tokens_of
+from loop_rig import Rig, tokens_of
 from prefix_index import CostModel
 from qwen35_engine import Engine, EngineOptions
 from qwen35_engine.calibration import (
@@ -225,7 +225,7 @@ def test_calibrating_a_model_stays_inside_its_memory(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     memory = small_memory(1 + 12, 2)
     memory.pages.fill_(0xFF)
-    options = Rig(slabs=0, prefill_chunk=128).core._options
+    options = Rig(slabs=0, prefill_chunk=128).options
     options = replace(options, max_context=max_context)
     config = read_config(demo_folder())
     model = Recording()
@@ -246,14 +246,14 @@ def test_an_engine_ranks_by_what_it_measured_and_remembers_its_copies(
     options = EngineOptions(threads=1, calibrate=True, prefill_chunk=256, max_context=512, host_cache_mib=16)
     folder = demo_folder()
     with Engine.from_folder(folder, options) as engine:
-        measured = engine._cache.cost
+        measured = engine.parts.cache.cost
         assert measured.token_seconds != CostModel().token_seconds
         assert measured.chunk_tokens == 256
         assert engine.options.as_options().calibrate
-        engine._cache.copy_rate.add(GIB, 2.0)
+        engine.parts.cache.copy_rate.add(GIB, 2.0)
     with Engine.from_folder(folder, options) as engine:
-        assert engine._cache.cost.token_seconds == measured.token_seconds
-        assert engine._cache.cost.bytes_per_second == pytest.approx(GIB / 2)
+        assert engine.parts.cache.cost.token_seconds == measured.token_seconds
+        assert engine.parts.cache.cost.bytes_per_second == pytest.approx(GIB / 2)
     assert len(list((tmp_path / "qwen35").iterdir())) == 1
 
 
@@ -277,5 +277,5 @@ def test_restores_that_landed_set_the_rate(monkeypatch: pytest.MonkeyPatch) -> N
     assert lane is not None
     assert lane.restore is not None
     bench.reads.land_all()
-    bench.cache.poll()
+    bench.cache.transfers.poll()
     assert seen == [lane.restore.num_bytes]

@@ -84,8 +84,8 @@ def test_the_comparison_sees_two_lanes_with_swapped_states(folder: Path) -> None
 
     def swap(seed: int, step: int) -> None:
         if not done and seed == 7 and step == 4:  # the longest prompt is past its prefill, so all lanes decode
-            lanes = {lane.job.seed: lane.memory for lane in engine._worker._core._lanes.values()}
-            states = engine._model._memory.states
+            lanes = {lane.seed: lane for lane in engine.parts.loop.running}
+            states = engine.parts.memory.states
             a, b = lanes[6].slot, lanes[7].slot
             states[[a, b]] = states[[b, a]]
             done.append(True)
@@ -206,7 +206,7 @@ def test_the_cache_under_pressure_stays_right(folder: Path) -> None:
         assert stats.snapshot_slots_used <= 3
         # Every lane has ended: what is not free belongs to the cache, and the cache can give all of it back.
         assert stats.slots_total - stats.slots_free == stats.snapshot_slots_used
-        index = warm._cache.index
+        index = warm.parts.cache.index
         warm.close()
         index.hand_over()
         index.check_invariants()
@@ -218,7 +218,7 @@ def test_the_cache_under_pressure_stays_right(folder: Path) -> None:
 def test_a_cancelled_prompt_leaves_what_it_computed(folder: Path) -> None:
     prompt = tokens(600, 12)
     with engine_of(folder, prefill_chunk=64) as engine:
-        model = engine._model
+        model = engine.parts.model
         passes = []
         third = threading.Event()
         cancelled = threading.Event()
@@ -265,7 +265,7 @@ def test_an_answer_ends_with_the_context(folder: Path) -> None:
 
 def test_an_answer_that_no_page_is_left_for_ends_early(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two answers that may both run to the end of the context share pages for one and a half."""
-    monkeypatch.setattr("qwen35_engine.core.OUTPUT_WINDOW_TOKENS", 64)
+    monkeypatch.setattr("qwen35_engine.admission.OUTPUT_WINDOW_TOKENS", 64)
     with engine_of(folder, kv_capacity=768, max_context=512, max_concurrency=2, prefix_reuse=False) as engine:
         streams = [engine.submit(request(tokens(64, i), max_tokens=None)) for i in range(2)]
         ends = [list(stream)[-1] for stream in streams]

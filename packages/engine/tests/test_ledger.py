@@ -47,12 +47,12 @@ def test_the_ledger_names_every_byte_that_lives_with_the_engine(folder: Path, op
     before = storages()
     with Engine.from_folder(folder, EngineOptions(threads=1, kv_capacity=4096, **options)) as engine:
         run(engine, ASK)
-        engine._worker.close()  # its last step may still hold what it computed with
+        engine.parts.worker.close()  # its last step may still hold what it computed with
         held = {address: size for address, size in storages().items() if address not in before}
         ledger = engine.ledger()
         assert ledger.total_bytes("device") + ledger.total_bytes("host") == sum(held.values())
         parts = {entry.what: entry.num_bytes for entry in ledger.entries}
-        pages, states = engine._model._memory.pages, engine._model._memory.states
+        pages, states = engine.parts.memory.pages, engine.parts.memory.states
         assert (parts["KV pages"], parts["state slots"]) == (pages.nbytes, states.nbytes)
         assert parts["Host slabs"] <= engine.options.host_cache_bytes
         assert parts["workspace"] > 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cache_bench import Bench
-from core_rig import Rig, tokens_of
 from fake_model import continuation
+from loop_rig import Rig, tokens_of
 from prefix_index import Tier
-from qwen35_engine.cache import prefetch as prefetch_module
+from qwen35_engine.cache import restores
 from qwen35_engine.host import HostTier
 from slab_pool import CopyFailed
 
@@ -40,7 +40,7 @@ def test_whoever_waits_for_a_lane_finds_its_blocks_on_the_device() -> None:
         rig.bench.reads.land()
         rig.turn()
     assert device_blocks(rig.bench, following) == 6
-    assert rig.core.num_running == 1
+    assert len(rig.loop.running) == 1
     rig.check()
     before = rig.bench.reads.statistics().host_to_device.num_bytes
     rig.run_dry()
@@ -62,7 +62,7 @@ def test_whoever_waits_for_pages_as_well() -> None:
     rig.turn()
     rig.submit(following, 64)  # needs eight more
     rig.turn()
-    assert rig.core.num_running == 1
+    assert len(rig.loop.running) == 1
     rig.bench.land_all()
     assert device_blocks(rig.bench, following) == 6
     rig.run_dry()
@@ -72,7 +72,7 @@ def test_whoever_waits_for_pages_as_well() -> None:
 def test_no_last_copy_is_given_up_for_it() -> None:
     rig = Rig(lanes=1, pages=10, slabs=40)
     following = host_only(rig)
-    rig.bench.cache._backup = None  # what comes now has no Host copy
+    rig.bench.cache.write_through = None  # what comes now has no Host copy
     other = tokens_of(5, 300)
     rig.ask(other, 3)
     rig.submit(tokens_of(6, 10), 20)
@@ -87,7 +87,7 @@ def test_no_last_copy_is_given_up_for_it() -> None:
 
 
 def test_a_long_path_takes_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch_module, "MAX_PREFETCH_BLOCKS", 2)
+    monkeypatch.setattr(restores, "MAX_PREFETCH_BLOCKS", 2)
     rig = Rig(lanes=1, pages=40, slabs=80)
     following = host_only(rig)
     rig.submit(tokens_of(2, 10), 20)
@@ -110,7 +110,7 @@ def test_an_admission_waits_for_the_batch_that_brings_its_blocks() -> None:
     rig.submit(following, 3)
     rig.turn()
     assert rig.bench.reads.num_pending_parts == 3
-    rig.core.end({running: "cancelled"})
+    rig.loop.end({running: "cancelled"})
     rig.turn()
     assert rig.bench.reads.num_pending_parts == 3 - 3 + 0
     rig.run_dry()

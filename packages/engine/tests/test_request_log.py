@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from core_rig import Rig, tokens_of
 from fake_model import continuation
+from loop_rig import Rig, tokens_of
 from qwen35_engine import MissReason, OptionError, RequestLog, RequestReport, Reuse, TapHints, Timing, Usage
 
 PAGE = Path(__file__).parents[3] / "docs" / "observability.md"
@@ -116,7 +116,7 @@ def test_every_line_of_a_busy_engine_is_as_documented_and_adds_up_to_the_totals(
     rng = random.Random(5)
     with RequestLog(path) as log:
         rig = Rig(slabs=80, lanes=2, pages=16)
-        rig.core.accounts._listener = log
+        rig.listener = log
         histories = [tokens_of(1, 130)]
         for _ in range(40):
             prompt = [*rng.choice(histories), *tokens_of(rng.randrange(2, 9), 20)][:700]
@@ -124,17 +124,17 @@ def test_every_line_of_a_busy_engine_is_as_documented_and_adds_up_to_the_totals(
             histories.append([*prompt, *continuation(prompt, 3)])
             rig.now += 0.125
             if rng.random() < 0.2:
-                rig.core.end({request_id: "cancelled"})
+                rig.loop.end({request_id: "cancelled"})
                 rig.read()
             elif rng.random() < 0.3:
                 rig.turn()
-                for lane in list(rig.core._lanes.values())[:1]:
+                for lane in list(rig.loop.running)[:1]:
                     rig.spoil(rig.model.nan_slots, lane)
             elif rng.random() < 0.3:
                 rig.run_dry()
                 rig.bench.leave_to_host()
         rig.run_dry()
-        totals = rig.core.accounts.totals
+        totals = rig.loop.accounts.totals
     start, *requests = lines_of(path)
     for line in (start, *requests):
         validate(line)
@@ -151,7 +151,7 @@ def test_no_token_and_no_namespace_is_written(tmp_path: Path) -> None:
     secret, token = b"salt-of-a-tenant", 91
     with RequestLog(path) as log:
         rig = Rig(slabs=0)
-        rig.core.accounts._listener = log
+        rig.listener = log
         rig.submit([token] * 90, 2, namespace=secret)
         rig.run_dry()
     text = path.read_text(encoding="utf-8")

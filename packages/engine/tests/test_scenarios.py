@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from core_rig import Rig, tokens_of
 from fake_model import continuation
+from loop_rig import Rig, tokens_of
 from prefix_index import TapHints
 from qwen35_engine import Finished, MissReason
 
@@ -168,8 +168,8 @@ def test_eight_sessions_hold_the_pages_of_their_preamble_once() -> None:
     asked = [rig.submit([*preamble, *tokens_of(seed, 30)], 40, hints=TapHints(structural=(640,))) for seed in range(8)]
     for _ in range(12):
         rig.turn()
-    assert rig.core.num_running == 8
-    tables = [lane.memory.pages for lane in rig.core._lanes.values()]
+    assert len(rig.loop.running) == 8
+    tables = [lane.pages for lane in rig.loop.running]
     assert len({tuple(pages[:10]) for pages in tables}) == 1
     assert len({page for pages in tables for page in pages[10:]}) == sum(len(pages) - 10 for pages in tables)
     rig.run_dry()
@@ -215,7 +215,7 @@ def test_keys_and_values_without_a_state_are_no_hit() -> None:
     rig.ask(prompt, 3)
     index = rig.bench.cache.index
     while (freed := index.claim_slot()) is not None:
-        rig.bench.cache._space.reclaim(freed)
+        rig.bench.cache.allocator.reclaim(freed)
     assert index.stats().blocks == 3
     usage = rig.ask(turn_after(prompt, 3, [5, 6]), 3)
     assert (usage.cached_tokens, usage.reuse.matched_tokens) == (0, 192)
@@ -296,7 +296,7 @@ def test_an_answer_does_not_end_early_because_copies_hold_the_pages(
     copies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages that are being written to the Host, or filled for whoever waits, are the cache's: growth still wins."""
-    monkeypatch.setattr("qwen35_engine.core.OUTPUT_WINDOW_TOKENS", 64)
+    monkeypatch.setattr("qwen35_engine.admission.OUTPUT_WINDOW_TOKENS", 64)
     rig = Rig(lanes=1 if copies == "prefetch" else 2, slabs=200, pages=12, max_taps=0)
     cached = tokens_of(44, 400)
     if copies == "prefetch":
@@ -324,11 +324,11 @@ def test_a_second_request_in_the_middle_of_a_prefill_takes_only_what_is_committe
     prompt = tokens_of(35, 320)
     rig.submit(prompt, 4, hints=TapHints(explicit=(100,)))
     rig.turn()
-    (lane,) = rig.core._lanes.values()
-    assert (lane.computed, lane.memory.committed) == (128, 2)
+    (lane,) = rig.loop.running
+    assert (lane.computed, lane.committed) == (128, 2)
     second = rig.submit([*prompt, 5], 4)
     rig.turn()
-    assert rig.core.num_running == 2
+    assert len(rig.loop.running) == 2
     rig.run_dry()
     assert cached_of(rig, second) == 100
 
@@ -339,10 +339,10 @@ def test_one_of_four_is_cancelled_in_the_middle_of_the_prefix_they_share() -> No
     asked = [rig.submit([*shared, *tokens_of(400 + client, 60)], 10) for client in range(4)]
     for _ in range(3):
         rig.turn()
-    rig.core.end({asked[0]: "cancelled"})
+    rig.loop.end({asked[0]: "cancelled"})
     retried = rig.submit([*shared, *tokens_of(400, 60)], 10)
     rig.run_dry()
-    answers = {id_: got for id_, got in rig._got.items() if id_ in {*asked[1:], retried}}
+    answers = {id_: got for id_, got in rig.answers.items() if id_ in {*asked[1:], retried}}
     assert all(len(got) == 10 for got in answers.values())
     assert cached_of(rig, retried) >= 128
     rig.check_nothing_is_lost()
@@ -355,7 +355,7 @@ def test_a_long_prompt_cancelled_late_is_not_computed_again() -> None:
     first = rig.submit(prompt, 4)
     for _ in range(8):
         rig.turn()
-    rig.core.end({first: "cancelled"})
+    rig.loop.end({first: "cancelled"})
     before = rig.model.computed_tokens
     assert before == 1024
     assert rig.ask(prompt, 1).cached_tokens == 1024

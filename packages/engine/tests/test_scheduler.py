@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen35_engine.scheduler import LaneView, PrefillChunk, StepPlan, plan_step
+from qwen35_engine.scheduler import PrefillChunk, StepPlan, plan_step
 
 
-def view(lane: int, computed: int, prompt_tokens: int, *, restoring: bool = False) -> LaneView:
-    return LaneView(lane=lane, computed=computed, prompt_tokens=prompt_tokens, restoring=restoring)
+@dataclass(frozen=True)
+class View:
+    """Lanes are numbered in the order of their admission."""
+
+    lane: int
+    computed: int
+    prompt_tokens: int
+    restoring: bool = False
 
 
-def plan(*views: LaneView, prefill_chunk: int = 128) -> StepPlan:
-    return plan_step(views, prefill_chunk=prefill_chunk, block_tokens=64)
+view = View
+
+
+def plan(*views: View, prefill_chunk: int = 128) -> StepPlan[int]:
+    """The plan, with numbers for the lanes."""
+    by_age = sorted(views, key=lambda view: view.lane)
+    made = plan_step(by_age, prefill_chunk=prefill_chunk, block_tokens=64)
+    chunk = made.prefill
+    return StepPlan(
+        None if chunk is None else PrefillChunk(chunk.sequence.lane, chunk.begin, chunk.end),
+        tuple(view.lane for view in made.decode),
+    )
 
 
 def test_nothing_to_do() -> None:
@@ -66,7 +84,7 @@ def test_every_plan_is_sound(sizes: list[tuple[int, int, bool]], prefill_chunk: 
         assert not ready
         assert not unfinished or made.decode
     else:
-        assert made.prefill.lane == min(ready or unfinished)
-        lane = by_lane[made.prefill.lane]
+        assert made.prefill.sequence == min(ready or unfinished)
+        lane = by_lane[made.prefill.sequence]
         assert lane.computed == made.prefill.begin < made.prefill.end <= lane.prompt_tokens
         assert made.prefill.end - made.prefill.begin <= prefill_chunk

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core_rig import Rig, tokens_of
 from fake_model import VOCAB, FakeModel
+from loop_rig import Rig, tokens_of
 from qwen35_engine import Finished
 
 WARM_UP = 400
@@ -60,7 +60,7 @@ class SoakRig(Rig):
 
     def __init__(self) -> None:
         super().__init__(pages=24, lanes=6, snapshots=6, slabs=40, prefill_chunk=256)
-        self.model = self.core._model = BlindModel(self.bench.memory)
+        self.model = self.loop.runner.model = BlindModel(self.bench.memory)
         self.cancelled = 0
         self.skipped_tokens = 0
 
@@ -68,7 +68,7 @@ class SoakRig(Rig):
         for request_id, (stream, _, _) in list(self.open.items()):
             events = stream.take()
             if events and isinstance(events[-1], Finished):
-                del self.open[request_id], self._got[request_id]
+                del self.open[request_id], self.answers[request_id]
                 self.cancelled += events[-1].reason == "cancelled"
                 self.skipped_tokens += events[-1].usage.cached_tokens
         self.reports.clear()
@@ -91,7 +91,7 @@ class Soak:
             while len(rig.open) > 8:
                 rig.turn()
             if draw.random() < 0.35:
-                rig.core.end({draw.choice(sorted(rig.open)): "cancelled"})
+                rig.loop.end({draw.choice(sorted(rig.open)): "cancelled"})
                 rig.read()
             if number % 3 == 0:
                 rig.bench.reads.land(draw.randrange(4))
@@ -120,7 +120,7 @@ def test_ten_thousand_requests_leave_nothing_behind() -> None:
     # before the tracing began, and a tensor's 64 bytes stay on the tracer's books until another one takes their place.
     grown = min(later - earlier for earlier, later in pairwise(traced))
     after = living()
-    assert soak.rig.core.accounts.totals.requests == WARM_UP + REQUESTS
+    assert soak.rig.loop.accounts.totals.requests == WARM_UP + REQUESTS
     assert soak.rig.cancelled > REQUESTS / 5
     assert soak.rig.skipped_tokens > REQUESTS * 20
     assert after - objects == Counter()

@@ -122,7 +122,7 @@ def test_an_idle_engine_settles_what_lands(folder: Path, monkeypatch: pytest.Mon
 def test_a_cancel_that_runs_out_of_memory_does_not_end_the_engine(folder: Path) -> None:
     gate = Gate()
     with engine_of(folder, gate, max_concurrency=1, host_cache_mib=8) as engine:
-        host = engine._host
+        host = engine.parts.host
         assert host is not None
         real, failures = host.write, [MemoryError()]
 
@@ -185,8 +185,8 @@ def test_a_lane_that_turns_nan_ends_alone_and_leaves_nothing(folder: Path) -> No
                 hidden[0] = float("nan")
             return hidden
 
-        real = engine._model.decode
-        poison(engine._model, "decode", one_row)
+        real = engine.parts.model.decode
+        poison(engine.parts.model, "decode", one_row)
         streams = [engine.submit(request(prompt, 12)) for prompt in prompts]
         events = [list(stream) for stream in streams]
         failed = [isinstance(list_[-1], Failed) for list_ in events]
@@ -195,7 +195,7 @@ def test_a_lane_that_turns_nan_ends_alone_and_leaves_nothing(folder: Path) -> No
         assert isinstance(events[ill][-1].error, ExecutionError)  # type: ignore[union-attr]
         ids = [i for event in events[well] if isinstance(event, NewTokens) for i in event.ids]
         assert ids == expected[well]
-        engine._model.decode = real  # type: ignore[method-assign]
+        engine.parts.model.decode = real  # type: ignore[method-assign]
         # The prompt's own pass was sound, and so is the snapshot it took before its last token; nothing later is there.
         again, usage = run(engine, request(prompts[ill], 12))
         assert (again, usage.cached_tokens) == (expected[ill], 99)
@@ -203,7 +203,7 @@ def test_a_lane_that_turns_nan_ends_alone_and_leaves_nothing(folder: Path) -> No
 
 def test_a_prefill_that_raises_fails_its_request_only(folder: Path) -> None:
     with engine_of(folder) as engine:
-        model = engine._model
+        model = engine.parts.model
         real = model.prefill
 
         def broken(**arguments: Any) -> torch.Tensor:
@@ -222,38 +222,38 @@ def test_a_prefill_that_raises_fails_its_request_only(folder: Path) -> None:
 
 
 def decode_fails_for_two(engine: Engine) -> None:
-    real = engine._model.decode
+    real = engine.parts.model.decode
 
     def broken(**arguments: Any) -> torch.Tensor:
         if len(arguments["tokens"]) > 1:
             raise ValueError("whose fault?")
         return real(**arguments)
 
-    engine._model.decode = broken  # type: ignore[method-assign]
+    engine.parts.model.decode = broken  # type: ignore[method-assign]
 
 
 def memory_is_out(engine: Engine) -> None:
     """Once, in the third pass over a prompt."""
-    real, passes = engine._model.prefill, count(1)
+    real, passes = engine.parts.model.prefill, count(1)
 
     def broken(**arguments: Any) -> torch.Tensor:
         if next(passes) == 3:
             raise torch.OutOfMemoryError("out of memory")
         return real(**arguments)
 
-    engine._model.prefill = broken  # type: ignore[method-assign]
+    engine.parts.model.prefill = broken  # type: ignore[method-assign]
 
 
 def the_cache_fails(engine: Engine) -> None:
     """Once, while a lane is being ended."""
-    real, ends = engine._cache._backup.write_through, count(1)  # type: ignore[union-attr]
+    real, ends = engine.parts.cache.write_through.start, count(1)  # type: ignore[union-attr]
 
     def broken(lane: Any) -> None:
         if next(ends) == 2:
             raise KeyError("a bug")
         real(lane)
 
-    engine._cache._backup.write_through = broken  # type: ignore[union-attr, method-assign]
+    engine.parts.cache.write_through.start = broken  # type: ignore[union-attr, method-assign]
 
 
 @pytest.mark.parametrize("fault", [decode_fails_for_two, memory_is_out, the_cache_fails], ids=lambda f: f.__name__)
@@ -267,18 +267,19 @@ def test_a_fault_that_spares_nobody_answers_everyone_and_the_engine_goes_on(
     with engine_of(folder, max_concurrency=2, host_cache_mib=64) as engine:
         run(engine, request(prompts[0], 12))
         fault(engine)
-        sampler = engine._worker._core._sampler
-        engine._worker._core._sampler = gate
+        sampler = engine.parts.loop.runner.sampler
+        engine.parts.loop.runner.sampler = gate
         streams = [engine.submit(request(prompt, 12)) for prompt in prompts]
         assert gate.reached.wait(timeout=60)
-        engine._worker._core._sampler = sampler
+        engine.parts.loop.runner.sampler = sampler
         gate.open.set()
         ends = [list(stream)[-1] for stream in streams]
         failed = [end for end in ends if isinstance(end, Failed)]
         assert failed
         assert all(isinstance(end.error, ExecutionError) and "start afresh" in str(end.error) for end in failed)
         if fault is decode_fails_for_two:
-            engine._model.decode = type(engine._model).decode.__get__(engine._model)  # type: ignore[method-assign]
+            model = engine.parts.model
+            model.decode = type(model).decode.__get__(model)  # type: ignore[method-assign]
         assert engine.is_open
         for prompt, answer in zip(prompts, expected, strict=True):
             again, usage = run(engine, request(prompt, 12))
@@ -291,7 +292,7 @@ def test_a_cache_that_cannot_be_emptied_ends_the_engine_and_answers_everyone(fol
         raise KeyError("a bug")
 
     engine = engine_of(folder, broken)
-    engine._cache._space.slots.take(1)  # nobody's: it has been lost
+    engine.parts.cache.allocator.slots.take(1)  # without an owner: it has been lost
     end = list(engine.submit(request([1, 2])))[-1]
     assert isinstance(end, Failed)
     while engine.is_open:  # the answer comes before the end

@@ -56,13 +56,13 @@ def usage_of(engine: Engine, prompt: Sequence[int], max_tokens: int = 2, **chang
 def passes_of(engine: Engine) -> list[dict[str, Any]]:
     """The arguments of every prefill pass from here on."""
     passes: list[dict[str, Any]] = []
-    prefill = engine._model.prefill
+    prefill = engine.parts.model.prefill
 
     def noted(**arguments: Any) -> Any:
         passes.append(arguments)
         return prefill(**arguments)
 
-    engine._model.prefill = noted  # type: ignore[method-assign]
+    engine.parts.model.prefill = noted  # type: ignore[method-assign]
     return passes
 
 

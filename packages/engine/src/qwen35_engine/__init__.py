@@ -20,7 +20,6 @@
 from prefix_index import Stats as IndexStats
 from prefix_index import TapHints
 
-from .accounting import Funnel, Outcome, RequestListener, RequestReport, Totals
 from .cache import CacheStats
 from .engine import Engine, EngineStats
 from .errors import (
@@ -36,13 +35,24 @@ from .errors import (
 )
 from .host import HostStats
 from .ledger import Ledger, LedgerEntry
+from .metrics import (
+    FinishReason,
+    Funnel,
+    MissReason,
+    Outcome,
+    RequestListener,
+    RequestReport,
+    Reuse,
+    Timing,
+    Totals,
+    Usage,
+)
 from .options import EffectiveOptions, EngineOptions
 from .request import (
     MAX_LOGPROBS,
     Event,
     Failed,
     Finished,
-    FinishReason,
     GenerationRequest,
     NewTokens,
     SamplingParams,
@@ -52,7 +62,6 @@ from .request import (
 )
 from .request_log import RequestLog
 from .sampling import Sampler, SamplingRow
-from .usage import MissReason, Reuse, Timing, Usage
 
 __all__ = [
     "MAX_LOGPROBS",

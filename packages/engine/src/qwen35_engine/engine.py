@@ -6,33 +6,27 @@ import secrets
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 
-import torch
-
 from prefix_index import Stats as IndexStats
-from qwen35_kernels import BLOCK_TOKENS, KVProfile, PageLayout, StateLayout
 
-from .accounting import RequestListener, Totals
-from .cache import CacheStats, PrefixCache
-from .calibration import calibrate_model, remember
-from .checkpoint.config import LINEAR, ModelConfig, read_config
-from .core import Core
+from .cache import CacheStats
+from .calibration import remember
+from .checkpoint.config import ModelConfig, read_config
 from .errors import ContextLengthExceeded, EngineError, QueueFull, RequestError
-from .host import HostTier
-from .lane import Job
 from .ledger import Ledger, LedgerEntry, bytes_of, free_bytes
-from .memory import DeviceMemory
-from .model.qwen35 import Qwen35Model
+from .metrics import RequestListener, Stopwatch, Totals
 from .model.weights import ModelWeights, load_weights
-from .options import EffectiveOptions, EngineOptions
+from .options import EngineOptions
+from .parts import EngineParts
 from .request import GenerationRequest, TokenStream
-from .sampling import KernelSampler, Sampler
-from .worker import Worker
+from .sampling import Sampler
+from .sequence import Sequence
 
 __all__ = ["Engine", "EngineStats"]
 
@@ -41,7 +35,6 @@ _REFUSALS: dict[type[EngineError], str] = {
     ContextLengthExceeded: "too_long",
     RequestError: "invalid",
 }
-_PROFILES = {torch.float32: KVProfile.FP32, torch.bfloat16: KVProfile.BF16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +64,8 @@ class Engine:
     Attributes:
         config: the model's shape.
         options: every choice in force.
+        parts: what it is made of, for tests and tools. They belong to the worker: while it runs, they may be read at
+            best.
     """
 
     def __init__(
@@ -95,80 +90,15 @@ class Engine:
         Raises:
             OptionError: sizes that contradict each other, the model or the memory.
         """
-        options = options or EngineOptions()
-        device = weights.device
-        page_layout = PageLayout(
-            profile=_PROFILES[options.resolve_kv_dtype(weights.dtype)],
-            num_layers=config.num_full_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-        )
-        state_layout = StateLayout(
-            num_layers=config.num_linear_layers,
-            num_value_heads=config.num_value_heads,
-            key_dim=config.key_dim,
-            value_dim=config.value_dim,
-            conv_channels=config.conv_channels,
-            conv_width=config.conv_width,
-            conv_dtype=weights.dtype,
-            hidden_size=config.hidden_size,
-            hidden_dtype=weights.dtype,
+        self.parts = parts = EngineParts.build(
+            config, weights, options or EngineOptions(), sampler=sampler, on_request=on_request
         )
         self.config = config
-        self.options: EffectiveOptions = options.resolve_sizes(
-            config,
-            page_bytes=page_layout.page_bytes,
-            image_bytes=state_layout.image_bytes,
-            device=device,
-            dtype=weights.dtype,
-        )
-        memory = DeviceMemory(
-            page_layout=page_layout,
-            state_layout=state_layout,
-            layers=[kind == LINEAR for kind in config.layer_kinds],
-            num_pages=1 + self.options.num_blocks,
-            num_slots=1 + self.options.max_concurrency + self.options.snapshot_slots,
-            device=device,
-        )
-        self._model = Qwen35Model(config, weights, memory)
-        self._calibrated = (
-            calibrate_model(self._model, memory, config, self.options) if self.options.calibrate else None
-        )
-        budget = self.options.host_cache_bytes
-        self._host = HostTier(memory, budget_bytes=budget) if budget else None
-        self._cache = PrefixCache(
-            memory,
-            max_concurrency=self.options.max_concurrency,
-            context_blocks=-(-self.options.max_context // BLOCK_TOKENS),
-            snapshot_slots=self.options.snapshot_slots,
-            host=self._host,
-            calibration=self._calibrated[1] if self._calibrated is not None else None,
-        )
+        self.options = parts.options
         self._ids = count(1)
         self._refused = dict.fromkeys(_REFUSALS.values(), 0)
         self._refusing = threading.Lock()
-        self._worker = Worker(
-            lambda on_end: Core(
-                model=self._model,
-                cache=self._cache,
-                sampler=sampler or KernelSampler(),
-                options=self.options,
-                device=device,
-                on_end=on_end,
-                on_request=on_request,
-            ),
-            max_running=self.options.max_concurrency,
-            max_waiting=self.options.max_pending,
-            threads=options.threads,
-        )
-        self._device = device
-        self._parts = {
-            "weights": bytes_of(weights),
-            "KV pages": bytes_of(memory.pages),
-            "state slots": bytes_of(memory.states),
-            "tables": bytes_of(self._cache.block_tables, self._model.frequencies),
-        }
-        self._worker.start()
+        parts.worker.start()
 
     @classmethod
     def from_folder(
@@ -217,23 +147,23 @@ class Engine:
         tokens = self._checked_tokens(request.tokens)
         room = self.options.max_context - len(tokens)
         reuse = request.reuse and self.options.prefix_reuse
-        stream = TokenStream(next(self._ids), self._worker.end, notify)
+        stream = TokenStream(next(self._ids), self.parts.worker.end, notify)
         seed = request.sampling.seed
-        self._worker.submit(
-            Job(
+        self.parts.worker.submit(
+            Sequence(
                 stream=stream,
                 request=request,
                 tokens=tokens,
                 # Hashing is work of the caller's thread, so that a long prompt does not hold up the others.
-                prompt=self._cache.index.prepare(tokens, namespace=request.namespace) if reuse else None,
+                prompt=self.parts.cache.index.prepare(tokens, namespace=request.namespace) if reuse else None,
                 max_tokens=room if request.max_tokens is None else min(request.max_tokens, room),
                 seed=secrets.randbits(63) if seed is None else seed,
-                submitted=time.monotonic(),
+                times=Stopwatch(submitted=time.monotonic()),
             )
         )
         return stream
 
-    def _checked_tokens(self, tokens: Sequence[int]) -> array[int]:
+    def _checked_tokens(self, tokens: abc.Sequence[int]) -> array[int]:
         if len(tokens) >= self.options.max_context:
             raise ContextLengthExceeded(prompt_tokens=len(tokens), limit_tokens=self.options.max_context)
         try:
@@ -248,11 +178,11 @@ class Engine:
     @property
     def is_open(self) -> bool:
         """Whether requests are taken: False after ``close`` and after a fault of the engine's own."""
-        return self._worker.is_open
+        return self.parts.worker.is_open
 
     def stats(self) -> EngineStats:
         """Gauges and totals now; on a busy engine gauges may be a step apart."""
-        worker = self._worker.stats()
+        worker = self.parts.worker.stats()
         return EngineStats(
             running=worker.running,
             prefilling=worker.prefilling,
@@ -260,30 +190,37 @@ class Engine:
             refused=dict(self._refused),
             totals=worker.totals,
             unheard=worker.unheard,
-            cache=self._cache.stats(),
-            index=self._cache.index.stats(),
+            cache=self.parts.cache.stats(),
+            index=self.parts.cache.index.stats(),
         )
 
     def ledger(self) -> Ledger:
         """Where every byte went that the engine holds now. Only the workspace grows after the start, with the longest
         chunk and the most lanes it has seen."""
-        device = self._parts | {"workspace": self._model.workspace_bytes}
-        slabs = self._host.capacity_bytes if self._host is not None else 0
+        parts = self.parts
+        device = {
+            "weights": bytes_of(parts.weights),
+            "KV pages": bytes_of(parts.memory.pages),
+            "state slots": bytes_of(parts.memory.states),
+            "tables": bytes_of(parts.cache.lanes.block_tables, parts.model.frequencies),
+            "workspace": parts.model.workspace_bytes,
+        }
+        slabs = parts.host.capacity_bytes if parts.host is not None else 0
         return Ledger(
             entries=(
                 *(LedgerEntry(what, "device", num_bytes) for what, num_bytes in device.items()),
                 LedgerEntry("Host slabs", "host", slabs),
             ),
-            free_bytes=free_bytes(self._device),
+            free_bytes=free_bytes(parts.weights.device),
         )
 
     def close(self) -> None:
         """Stop the worker. Requests still open fail with ``EngineClosed``. May be called twice."""
-        self._worker.close()
-        if self._host is not None:
-            self._host.close()
-        if self._calibrated is not None:
-            remember(*self._calibrated, self._cache.copy_rate)
+        self.parts.worker.close()
+        if self.parts.host is not None:
+            self.parts.host.close()
+        if self.parts.calibration is not None:
+            remember(*self.parts.calibration, self.parts.cache.copy_rate)
 
     def __enter__(self) -> Engine:
         return self

@@ -7,12 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from prefix_index import TapHints
 
 from .errors import EngineError, RequestError
-from .usage import Usage
+from .metrics import FinishReason, Usage
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -31,8 +30,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 MAX_LOGPROBS = 64
-
-FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +187,7 @@ class TokenStream:
                 return
 
     def cancel(self) -> None:
-        """End the request soon, for nobody wants the answer; a last event still comes. No effect after the end."""
+        """End the request soon: its reader wants no more. A last event still comes. No effect after the end."""
         self._end(self.request_id, "cancelled")
 
     def stop(self) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .accounting import RequestReport
 from .errors import OptionError
+from .metrics import RequestReport
 
 __all__ = ["RequestLog"]
 

@@ -1,64 +1,74 @@
-"""What the next step computes. Pure: a view of the lanes in, a frozen plan out; tokens and counts only."""
+"""What the next step computes. Pure: sequences in, a frozen plan out; tokens and counts only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-__all__ = ["LaneView", "PrefillChunk", "StepPlan", "plan_step"]
+__all__ = ["PrefillChunk", "Schedulable", "StepPlan", "plan_step"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaneView:
-    """One running sequence as the scheduler sees it.
+class Schedulable(Protocol):
+    """A running sequence as the scheduler sees it."""
 
-    ``lane`` numbers lanes in the order of their admission. ``computed`` tokens of ``prompt_tokens`` have their KV and
-    state. ``restoring``: a part of these is still on its way from the Host.
-    """
+    @property
+    def computed(self) -> int:
+        """Tokens that have their KV and state."""
 
-    lane: int
-    computed: int
-    prompt_tokens: int
-    restoring: bool = False
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def restoring(self) -> bool:
+        """Whether a part of what is computed is still on its way from the Host."""
+
+
+S = TypeVar("S", bound=Schedulable)
 
 
 @dataclass(frozen=True)
-class PrefillChunk:
-    """Compute the tokens ``begin .. end`` of a lane's prompt."""
+class PrefillChunk(Generic[S]):
+    """Compute the tokens ``begin .. end`` of a sequence's prompt."""
 
-    lane: int
+    sequence: S
     begin: int
     end: int
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """At most one prefill chunk, then one token of each lane in ``decode``."""
+class StepPlan(Generic[S]):
+    """At most one prefill chunk, then one token of each sequence in ``decode``."""
 
-    prefill: PrefillChunk | None
-    decode: tuple[int, ...]
+    prefill: PrefillChunk[S] | None
+    decode: tuple[S, ...]
 
 
-def plan_step(lanes: Sequence[LaneView], *, prefill_chunk: int, block_tokens: int) -> StepPlan:
-    """The oldest lane still in its prompt gets a chunk, every lane past its prompt a token.
+def plan_step(running: Iterable[S], *, prefill_chunk: int, block_tokens: int) -> StepPlan[S]:
+    """The oldest sequence still in its prompt gets a chunk, every one past its prompt a token.
 
-    A chunk that has to wait for copies would make every lane wait for them: as long as others can go on, it is put off
-    until they have landed. With nothing else to do it starts at once and waits layer by layer.
+    A chunk that has to wait for copies would make every sequence wait for them: as long as others can go on, it is put
+    off until they have landed. With nothing else to do it starts at once and waits layer by layer.
 
     A chunk that does not reach the prompt's end ends at a block border where it can, so that every later one starts at
     one and fills whole blocks.
+
+    Args:
+        running: every sequence that has a lane, in the order of their admission.
+        prefill_chunk: tokens of a chunk at most.
+        block_tokens: tokens of a block.
     """
-    prefilling = [view for view in lanes if view.computed < view.prompt_tokens]
-    decode = tuple(view.lane for view in lanes if view.computed >= view.prompt_tokens)
-    if not prefilling:
-        return StepPlan(None, decode)
-    ready = [view for view in prefilling if not view.restoring]
-    if not ready and decode:
-        return StepPlan(None, decode)
-    view = min(ready or prefilling, key=lambda view: view.lane)
-    begin = view.computed
+    prefilling: list[S] = []
+    decode: list[S] = []
+    for sequence in running:
+        (prefilling if sequence.computed < sequence.prompt_tokens else decode).append(sequence)
+    ready = [sequence for sequence in prefilling if not sequence.restoring]
+    if not prefilling or (not ready and decode):
+        return StepPlan(None, tuple(decode))
+    first = (ready or prefilling)[0]
+    begin = first.computed
     end = begin + prefill_chunk
-    if end < view.prompt_tokens:
+    if end < first.prompt_tokens:
         aligned = end // block_tokens * block_tokens
         end = aligned if aligned > begin else end
-    return StepPlan(PrefillChunk(view.lane, begin, min(end, view.prompt_tokens)), decode)
+    return StepPlan(PrefillChunk(first, begin, min(end, first.prompt_tokens)), tuple(decode))

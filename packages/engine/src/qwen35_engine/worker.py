@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from slab_pool import CopyFailed
 
-from .accounting import Totals
-from .core import Core
 from .errors import EngineClosed, EngineError, QueueFull
-from .lane import Job
-from .request import FinishReason
+from .loop import Loop
+from .metrics import FinishReason, Totals
+from .sequence import Sequence
 
 __all__ = ["Worker", "WorkerStats"]
 
@@ -36,33 +34,32 @@ class WorkerStats:
 
 
 class Worker:
-    """Runs a ``Core`` on a thread of its own. ``submit``, ``end``, ``close``, ``stats`` may be called from any."""
+    """Runs a ``Loop`` on a thread of its own. ``submit``, ``end``, ``close``, ``stats`` may be called from any."""
 
     def __init__(
         self,
-        make_core: Callable[[Callable[[], None]], Core],
+        loop: Loop,
         *,
         max_running: int,
         max_waiting: int,
         threads: int | None,
     ) -> None:
-        """``make_core`` is given what the core must call for each request that ends. ``threads`` CPU threads run a
-        forward pass."""
-        self._core = make_core(self._one_ended)
+        """``threads`` CPU threads run a forward pass."""
+        self._loop = loop
         self._max_waiting = max_waiting
         self._max_open = max_running + max_waiting
         self._threads = threads
         self._changed = threading.Condition()
-        self._inbox: deque[Job] = deque()
+        self._inbox: deque[Sequence] = deque()
         self._ending: dict[int, FinishReason] = {}
-        self._open = 0
+        self._submitted = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="qwen35-worker", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, sequence: Sequence) -> None:
         """Queue a request.
 
         Raises:
@@ -72,10 +69,10 @@ class Worker:
         with self._changed:
             if self._closing:
                 raise EngineClosed("the engine is closed")
-            if self._open >= self._max_open:
+            if self._num_open >= self._max_open:
                 raise QueueFull(f"at most {self._max_waiting} requests may wait, got one more")
-            self._open += 1
-            self._inbox.append(job)
+            self._submitted += 1
+            self._inbox.append(sequence)
             self._changed.notify()
 
     def end(self, request_id: int, reason: FinishReason) -> None:
@@ -100,20 +97,20 @@ class Worker:
 
     def stats(self) -> WorkerStats:
         with self._changed:
-            running = self._core.num_running
-            prefilling = self._core.num_prefilling
-            accounts = self._core.accounts
+            running = len(self._loop.running)
+            prefilling = self._loop.num_prefilling
+            accounts = self._loop.accounts
             return WorkerStats(
                 running=running,
                 prefilling=min(prefilling, running),
-                waiting=max(0, self._open - running),
+                waiting=max(0, self._num_open - running),
                 totals=accounts.totals,
                 unheard=accounts.unheard,
             )
 
-    def _one_ended(self) -> None:
-        with self._changed:
-            self._open -= 1
+    @property
+    def _num_open(self) -> int:
+        return self._submitted - self._loop.accounts.totals.requests
 
     def _run(self) -> None:
         if self._threads is not None:
@@ -122,41 +119,41 @@ class Worker:
         try:
             while self._wait():
                 self._turn()
-            self._core.cache.drain()
+            self._loop.cache.transfers.drain()
         except Exception as error:
             # Nothing a request does may end the loop; what gets here is a fault of the engine's own.
             logger.exception("the engine's worker failed and stops")
             reason = EngineClosed(f"the engine failed: {type(error).__name__}")
         with self._changed:
             self._closing = True
-            self._core.add(self._inbox)
+            self._loop.add(self._inbox)
             self._inbox.clear()
-        self._core.fail_all(reason)
+        self._loop.fail_all(reason)
 
     def _turn(self) -> None:
         try:
             self._drain()
-            self._core.turn()
+            self._loop.turn()
         except CopyFailed:
-            raise  # bytes are in doubt that nobody can check: an orderly end is all that is left
+            raise  # bytes are in doubt that cannot be checked: an orderly end is all that is left
         except Exception as error:
             logger.exception("a step failed; every request is answered and the cache emptied")
-            self._core.recover(error)
+            self._loop.recover(error)
 
     def _wait(self) -> bool:
         """Wait while there is nothing to do, but no longer than copies are left to themselves. False: stop."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closing or self._inbox or self._ending or self._core.has_work,
-                timeout=_LANDING_SECONDS if self._core.cache.copying else None,
+                lambda: self._closing or self._inbox or self._ending or self._loop.has_work,
+                timeout=_LANDING_SECONDS if self._loop.cache.transfers else None,
             )
             return not self._closing
 
     def _drain(self) -> None:
         """Hand over what came in."""
         with self._changed:
-            jobs, self._inbox = self._inbox, deque()
+            sequences, self._inbox = self._inbox, deque()
             ending, self._ending = self._ending, {}
-        self._core.add(jobs)
+        self._loop.add(sequences)
         if ending:
-            self._core.end(ending)
+            self._loop.end(ending)

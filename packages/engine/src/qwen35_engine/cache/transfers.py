@@ -16,9 +16,12 @@ __all__ = ["Transfers"]
 
 
 class Transfers:
-    """For each batch: the index's fills it carries, a lease that keeps its sources in place, what to do afterwards."""
+    """For each batch: the index's fills it carries, a lease that keeps its sources in place, what to do afterwards.
 
-    def __init__(self, index: PrefixIndex, host: HostTier, rate: CopyRate) -> None:
+    Without a Host tier there is never one.
+    """
+
+    def __init__(self, index: PrefixIndex, host: HostTier | None, rate: CopyRate) -> None:
         """``rate`` is told of every restore that landed."""
         self._index = index
         self._host = host
@@ -29,6 +32,7 @@ class Transfers:
         self._landed: deque[Ticket] = deque()  # where settling one raises, the others are still to be settled
 
     def __len__(self) -> int:
+        """Batches that are on their way, or have landed and are to be settled."""
         return len(self._fills)
 
     def add(self, ticket: Ticket, fills: Iterable[Fill], guard: Lease | None = None) -> None:
@@ -47,17 +51,24 @@ class Transfers:
         Raises:
             CopyFailed: a copy failed; the engine has to end.
         """
-        if not self._fills:
+        if not self._fills or self._host is None:
             return
         self._landed.extend(self._host.poll())
         while self._landed:
             self._settle(self._landed.popleft())
 
-    def drain(self) -> None:
-        """Wait for everything and settle it, also what is started by settling."""
+    def drain(self) -> bool:
+        """Wait for every batch and settle it, also what is started by settling; whether there was any.
+
+        Raises:
+            CopyFailed: a copy failed; the engine has to end.
+        """
+        if not self._fills or self._host is None:
+            return False
         while self._fills:
             self._host.drain()
             self.poll()
+        return True
 
     def _settle(self, ticket: Ticket) -> None:
         if ticket.direction is Direction.HOST_TO_DEVICE:

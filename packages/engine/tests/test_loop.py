@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from books import check_books
-from core_rig import Rig, tokens_of
 from fake_model import continuation
+from loop_rig import Rig, tokens_of
 from qwen35_engine import (
     EngineClosed,
     Failed,
@@ -21,9 +20,10 @@ from qwen35_engine import (
     QueueTimeout,
     TapHints,
 )
-from qwen35_engine.cache.publish import Publisher
-from qwen35_engine.cache.space import Space
+from qwen35_engine.cache.allocator import Allocator
+from qwen35_engine.cache.publication import Publisher
 from qwen35_engine.memory import DeviceMemory
+from report_checks import check_books
 from slab_pool import CopyFailed, Ticket
 
 TRUNK = tokens_of(0, 700)
@@ -86,22 +86,22 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.rig.open)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        self.rig.core.end({data.draw(st.sampled_from(sorted(self.rig.open))): "cancelled"})
+        self.rig.loop.end({data.draw(st.sampled_from(sorted(self.rig.open))): "cancelled"})
         self.rig.read()
 
-    @precondition(lambda self: self.rig.core._lanes)
+    @precondition(lambda self: self.rig.loop.running)
     @rule(data=st.data())
     def turn_nan(self, data: st.DataObject) -> None:
-        lane = data.draw(st.sampled_from(list(self.rig.core._lanes.values())))
+        lane = data.draw(st.sampled_from(list(self.rig.loop.running)))
         self.rig.spoil(self.rig.model.nan_slots, lane)
 
-    @precondition(lambda self: any(lane.computed < lane.prompt_tokens for lane in self.rig.core._lanes.values()))
+    @precondition(lambda self: any(lane.computed < lane.prompt_tokens for lane in self.rig.loop.running))
     @rule()
     def raise_in_prefill(self) -> None:
-        lane = next(lane for lane in self.rig.core._lanes.values() if lane.computed < lane.prompt_tokens)
+        lane = next(lane for lane in self.rig.loop.running if lane.computed < lane.prompt_tokens)
         self.rig.spoil(self.rig.model.broken_slots, lane)
 
-    @precondition(lambda self: self.rig.core._lanes)
+    @precondition(lambda self: self.rig.loop.running)
     @rule(error=st.sampled_from([MemoryError(), ValueError()]))
     def fail_a_pass(self, error: Exception) -> None:
         """A pass of one lane or of several, or of nobody's fault."""
@@ -115,7 +115,7 @@ class Schedules(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "rig"):
             self.rig.run_dry()
-            check_books(self.rig.reports, self.rig.core.accounts.totals)
+            check_books(self.rig.reports, self.rig.loop.accounts.totals)
             self.rig.check_nothing_is_lost()
 
 
@@ -134,14 +134,14 @@ def test_the_fake_model_sees_a_wrong_byte() -> None:
         rig.submit(tokens_of(1, 130), 40)
         for _ in range(5):
             rig.turn()
-        (lane,) = rig.core._lanes.values()
+        (lane,) = rig.loop.running
         memory = rig.bench.memory
         if damage == "state":
-            memory.states[lane.memory.slot, 77] ^= 1
+            memory.states[lane.slot, 77] ^= 1
         elif damage == "row":
-            memory.pages[lane.memory.pages[0], 1000] ^= 1
+            memory.pages[lane.pages[0], 1000] ^= 1
         else:
-            memory.pages[lane.memory.pages[2]] = 0xFF
+            memory.pages[lane.pages[2]] = 0xFF
         with pytest.raises(AssertionError, match="wrong tokens"):
             rig.run_dry()
 
@@ -158,7 +158,7 @@ def test_nothing_cached_is_computed_again() -> None:
     assert rig.model.computed_tokens == 209 + (240 - 209) + 4
 
 
-def test_a_failed_copy_ends_the_core_and_answers_can_still_be_given() -> None:
+def test_a_failed_copy_ends_the_loop_and_answers_can_still_be_given() -> None:
     rig = Rig(slabs=60)
     history = tokens_of(4, 150)
     rig.submit(history, 3)
@@ -168,12 +168,12 @@ def test_a_failed_copy_ends_the_core_and_answers_can_still_be_given() -> None:
     rig.bench.reads.fail_copy(1)
     with pytest.raises(CopyFailed):
         rig.turn()
-    rig.core.fail_all(EngineClosed("a copy failed"))
+    rig.loop.fail_all(EngineClosed("a copy failed"))
     ((stream, _, _),) = rig.open.values()
     assert isinstance(stream.take()[-1], Failed)
 
 
-def test_after_a_failure_that_spares_nobody_the_core_starts_afresh() -> None:
+def test_after_a_failure_that_spares_none_the_loop_starts_afresh() -> None:
     """Out of memory, or a decode of two lanes that raises: all are answered, whoever waits as well."""
     for error, lanes in ((MemoryError(), 1), (ValueError(), 2)):
         rig = Rig(lanes=lanes, slabs=60, pages=40)
@@ -196,7 +196,7 @@ def test_after_a_failure_that_spares_nobody_the_core_starts_afresh() -> None:
 
 @pytest.mark.parametrize(
     ("owner", "step"),
-    [(Publisher, "commit"), (Publisher, "publish_tap"), (Space, "take_pages"), (DeviceMemory, "copy_page")],
+    [(Publisher, "commit"), (Publisher, "publish_taps"), (Allocator, "take_pages"), (DeviceMemory, "copy_page")],
 )
 @pytest.mark.parametrize("k", [0, 1, 2, 5])
 def test_a_pass_that_cannot_be_published_is_recovered_from(
@@ -284,23 +284,23 @@ def test_a_restore_is_waited_for_by_its_own_lane_only() -> None:
     other = rig.submit(tokens_of(6, 10), 40)
     rig.turn()
     waiting = rig.submit([*history, *continuation(history, 3), 1, 2], 3)
-    rig.core.cache.poll()
-    rig.core._admit()
-    (_, restored) = rig.core._lanes.values()
-    assert restored.job.stream.request_id == waiting
-    assert restored.memory.restore is not None
-    assert not restored.memory.restore.done()
+    rig.loop.cache.transfers.poll()
+    rig.loop.admit()
+    (_, restored) = rig.loop.running
+    assert restored.request_id == waiting
+    assert restored.restore is not None
+    assert not restored.restore.done()
     pending = rig.bench.reads.num_pending_parts
     assert pending == 3
-    decoded = len(rig._got[other])
+    decoded = len(rig.answers[other])
     for _ in range(4):
         rig.turn()
     assert rig.bench.reads.num_pending_parts == pending, "somebody waited for the copies"
-    assert len(rig._got[other]) == decoded + 4
-    assert not rig._got[waiting]
+    assert len(rig.answers[other]) == decoded + 4
+    assert not rig.answers[waiting]
     rig.bench.land_all()
     rig.turn()
-    assert len(rig._got[waiting]) == 1
+    assert len(rig.answers[waiting]) == 1
     rig.run_dry()
     assert len(rig.ended) == 3
 
@@ -331,12 +331,12 @@ def test_nobody_waits_when_waiting_is_off_or_in_another_namespace() -> None:
     for _ in range(2):
         rig.submit(prompt, 1)
     rig.turn()
-    assert rig.core.num_running == 2
+    assert len(rig.loop.running) == 2
     rig = Rig(lanes=4, slabs=0, pages=40, prefill_chunk=64)
     rig.submit(prompt, 1)
     rig.submit(prompt, 1, namespace=b"other")
     rig.turn()
-    assert rig.core.num_running == 2
+    assert len(rig.loop.running) == 2
 
 
 def test_whoever_waits_goes_on_when_the_other_dies() -> None:
@@ -346,10 +346,10 @@ def test_whoever_waits_goes_on_when_the_other_dies() -> None:
         first = rig.submit(prompt, 1)
         rig.submit(prompt, 1)
         rig.turn()
-        assert rig.core.num_running == 1
-        (lane,) = rig.core._lanes.values()
+        assert len(rig.loop.running) == 1
+        (lane,) = rig.loop.running
         if how == "cancel":
-            rig.core.end({first: "cancelled"})
+            rig.loop.end({first: "cancelled"})
         else:
             rig.spoil(rig.model.nan_slots, lane)
         rig.run_dry()

@@ -1,4 +1,4 @@
-"""Free lists over the device and the Host, and taking back what the index gives up."""
+"""Pages, slots and slabs: free lists over both tiers, and taking back what the index gives up."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from prefix_index import Freed, Lease, PrefixIndex, SnapshotHandle
 from ..host import HostTier
 from ..memory import DeviceMemory, IdPool
 
-__all__ = ["Space"]
+__all__ = ["Allocator"]
 
 
-class Space:
-    """Pages, slots and slabs. Takes free ones first and makes the index give up what is short.
+class Allocator:
+    """Takes what is free first and makes the index give up what is short.
 
-    Deliberately knows no lanes and no tokens. At most ``snapshot_limit`` slots are the snapshots', so that they never
-    take a lane's.
+    Deliberately knows no sequences and no tokens. At most ``snapshot_limit`` slots are the snapshots', so that they
+    never take a lane's.
     """
 
     def __init__(self, memory: DeviceMemory, index: PrefixIndex, host: HostTier | None, *, snapshot_limit: int) -> None:

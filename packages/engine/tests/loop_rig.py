@@ -1,4 +1,4 @@
-"""A core over the fake model, with small memory and copies that land when told to: any schedule, step by step."""
+"""A loop over the fake model, with small memory and copies that land when told to: any schedule, step by step."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from qwen35_engine import (
     Finished,
     GenerationRequest,
     NewTokens,
+    RequestListener,
     RequestReport,
     SamplingParams,
     Started,
@@ -22,17 +23,18 @@ from qwen35_engine import (
     Usage,
 )
 from qwen35_engine.calibration import Calibration
-from qwen35_engine.core import Core
-from qwen35_engine.lane import Job
+from qwen35_engine.loop import Loop
+from qwen35_engine.metrics import Stopwatch
 from qwen35_engine.options import EffectiveOptions
 from qwen35_engine.sampling import KernelSampler
+from qwen35_engine.sequence import Sequence
 from slab_pool import CopyFailed
 
 GREEDY = SamplingParams(temperature=0)
 
 
 class Rig:
-    """A core over the fake model, small memory and copies that land when told to."""
+    """A loop over the fake model, small memory and copies that land when told to."""
 
     def __init__(
         self,
@@ -53,39 +55,46 @@ class Rig:
         self.bench = Bench(pages=pages, lanes=lanes, snapshots=snapshots, slabs=slabs, calibration=calibration)
         self.model = FakeModel(self.bench.memory)
         self.max_context = pages * 64
-        self.core = Core(
+        self.options = EffectiveOptions(
+            device="cpu",
+            dtype="float32",
+            kv_dtype="float32",
+            threads=1,
+            max_context=self.max_context,
+            max_concurrency=lanes,
+            max_pending=100,
+            prefill_chunk=prefill_chunk,
+            num_blocks=pages,
+            snapshot_slots=snapshots,
+            host_cache_bytes=0,
+            taps=TapLimits(max_taps=max_taps, ladder_tokens=ladder_tokens, min_gap_tokens=64),
+            pending_timeout_seconds=pending_timeout_seconds,
+            prefix_reuse=True,
+        )
+        self.loop = Loop(
             model=self.model,
             cache=self.bench.cache,
             sampler=KernelSampler(),
-            options=EffectiveOptions(
-                device="cpu",
-                dtype="float32",
-                kv_dtype="float32",
-                threads=1,
-                max_context=self.max_context,
-                max_concurrency=lanes,
-                max_pending=100,
-                prefill_chunk=prefill_chunk,
-                num_blocks=pages,
-                snapshot_slots=snapshots,
-                host_cache_bytes=0,
-                taps=TapLimits(max_taps=max_taps, ladder_tokens=ladder_tokens, min_gap_tokens=64),
-                pending_timeout_seconds=pending_timeout_seconds,
-                prefix_reuse=True,
-            ),
+            options=self.options,
             device=torch.device("cpu"),
-            on_request=lambda report: self.reports.append(report),
+            on_request=self._hear,
             clock=lambda: self.now,
         )
         self.now = 0.0
         self.reports: list[RequestReport] = []
+        self.listener: RequestListener | None = None
         self.started: dict[int, int] = {}
         self._next = 0
         self.open: dict[int, tuple[TokenStream, list[int], int]] = {}
         self.ended: list[tuple[Finished | Failed, list[int]]] = []
         self.spoiled: set[int] = set()
         self.recoveries = 0
-        self._got: dict[int, list[int]] = {}
+        self.answers: dict[int, list[int]] = {}
+
+    def _hear(self, report: RequestReport) -> None:
+        self.reports.append(report)
+        if self.listener is not None:
+            self.listener(report)
 
     def submit(self, prompt: list[int], max_tokens: int, **changes: Any) -> int:
         self._next += 1
@@ -93,32 +102,32 @@ class Rig:
         request = GenerationRequest(tokens=prompt, sampling=GREEDY, max_tokens=max_tokens, **changes)
         tokens = array("i", prompt)
         index = self.bench.cache.index
-        self.core.add(
+        self.loop.add(
             [
-                Job(
+                Sequence(
                     stream=stream,
                     request=request,
                     tokens=tokens,
                     prompt=index.prepare(tokens, namespace=request.namespace) if request.reuse else None,
                     max_tokens=min(max_tokens, self.max_context - len(prompt)),
                     seed=0,
-                    submitted=self.now,
+                    times=Stopwatch(self.now),
                 )
             ]
         )
         self.open[self._next] = (stream, prompt, max_tokens)
-        self._got[self._next] = []
+        self.answers[self._next] = []
         return self._next
 
     def spoil(self, slots: set[int], lane: Any) -> None:
         """Make the lane's next pass fail, by adding its slot to one of the model's sets."""
-        slots.add(lane.memory.slot)
-        self.spoiled.add(lane.job.stream.request_id)
+        slots.add(lane.slot)
+        self.spoiled.add(lane.request_id)
 
     def turn(self) -> None:
         """What the worker does between two looks into its inbox."""
         # A spoiled lane may have ended meanwhile, and its slot may be another's in a moment.
-        slots = {lane.memory.slot for lane in self.core._lanes.values()}
+        slots = {lane.slot for lane in self.loop.running}
         self.model.nan_slots &= slots
         self.model.broken_slots &= slots
         if self.model.next_error is not None:
@@ -126,19 +135,19 @@ class Rig:
         if self._landing:
             self.bench.land_all()
         try:
-            self.core.turn()
+            self.loop.turn()
         except CopyFailed:
             raise
         except Exception as error:  # as the worker does
             self.spoiled.update(self.open)
-            self.core.recover(error)
+            self.loop.recover(error)
             self.recoveries += 1
         self.read()
 
     def read(self) -> None:
         """Take every stream's events; each answer must be what the tokens alone say, however far it got."""
         for request_id, (stream, prompt, max_tokens) in list(self.open.items()):
-            got = self._got[request_id]
+            got = self.answers[request_id]
             for event in stream.take():
                 match event:
                     case Started(cached):
@@ -162,7 +171,7 @@ class Rig:
     def run_dry(self) -> None:
         """Turns until nothing is left to do."""
         for _ in range(10_000):
-            if not self.core.has_work:
+            if not self.loop.has_work:
                 break
             self.turn()
         self.read()
@@ -177,7 +186,7 @@ class Rig:
         return event.usage
 
     def check(self) -> None:
-        self.bench.lanes = [(lane.memory, lane.tokens) for lane in self.core._lanes.values()]
+        self.bench.lanes = list(self.loop.running)
         self.bench.check()
 
     def check_nothing_is_lost(self) -> None:

@@ -1,24 +1,116 @@
-"""The books: one report per request that has ended, and the totals of all of them.
+"""What requests cost: one report for each request that has ended, and the totals of all of them.
 
-A request is counted once, whole, when it ends; so the totals equal the sum of the reports at any moment, and a request
-still running is in none of them.
+A request is counted once, whole, when it ends. So the totals equal the sum of the reports at any moment, and a request
+that still runs is in none of them.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .request import FinishReason
-from .usage import MissReason, Timing, Usage
-
-__all__ = ["Accounts", "Funnel", "Outcome", "RequestListener", "RequestReport", "Stopwatch", "Totals"]
+__all__ = [
+    "Accounts",
+    "FinishReason",
+    "Funnel",
+    "MissReason",
+    "Outcome",
+    "RequestListener",
+    "RequestReport",
+    "Reuse",
+    "Stopwatch",
+    "Timing",
+    "Totals",
+    "Usage",
+]
 
 logger = logging.getLogger(__name__)
 
+FinishReason = Literal["stop", "length", "cancelled"]
 Outcome = FinishReason | Literal["failed"]
+
+
+class MissReason(enum.StrEnum):
+    """Why the longest cached prefix was not used, or not all of it. In the order in which a request meets them.
+
+    ``NAMESPACE`` never says that another namespace holds this very prefix: looking would cost a walk per namespace and
+    tell one tenant what another has asked.
+    """
+
+    DISABLED = "disabled"  # the request or the engine does without the cache
+    NOT_ADMITTED = "not_admitted"  # it ended while it waited
+    NAMESPACE = "namespace"  # its namespace is empty, others are not
+    NOT_CACHED = "not_cached"  # no block of it is cached
+    NO_SNAPSHOT = "no_snapshot"  # blocks are there, no snapshot was ever taken so deep
+    IMAGE_EVICTED = "image_evicted"  # a snapshot was there and had to go
+    EXCLUDED = "excluded"  # the frontier lies where nothing may be resumed
+    FILLING = "filling"  # a copy it needs is still on its way
+    COST = "cost"  # computing it was predicted to be as quick as restoring it
+    CAPACITY = "capacity"  # there was no room to resume from it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reuse:
+    """Where a request resumed.
+
+    Attributes:
+        device_tokens: skipped prompt tokens whose KV was on the device.
+        host_tokens: skipped prompt tokens whose KV came back from the Host.
+        matched_tokens: length of the longest cached block prefix, resumable or not.
+        restored_bytes: bytes copied from the Host for it, its state image among them.
+        reason: why no more was skipped; None when all that was cached was used, up to less than a block.
+    """
+
+    device_tokens: int = 0
+    host_tokens: int = 0
+    matched_tokens: int = 0
+    restored_bytes: int = 0
+    reason: MissReason | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed, no more and no less."""
+        return self.device_tokens + self.host_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds of one request. None where it ended earlier.
+
+    Attributes:
+        queued_seconds: until it was admitted, or until its end if it never was.
+        staged_seconds: from there until what it resumed from had landed; 0 without a restore. The first pass overlaps
+            with it.
+        first_token_seconds: from its arrival to its first token.
+        token_seconds: mean distance of the tokens after the first.
+        total_seconds: from its arrival to its end.
+    """
+
+    queued_seconds: float
+    staged_seconds: float = 0.0
+    first_token_seconds: float | None = None
+    token_seconds: float | None = None
+    total_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a request cost. Taps are the snapshots it took of its prompt; those skipped found no room."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    reuse: Reuse = field(default_factory=Reuse)
+    timing: Timing
+    taps_taken: int = 0
+    taps_skipped: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed, no more and no less."""
+        return self.reuse.cached_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +123,7 @@ class RequestReport:
         error: the class of the error it was told, if it failed.
         executed: whether a forward pass of it succeeded.
         usage: what it cost.
+        out_of_pages: whether its answer was cut because running sequences held every page.
     """
 
     request_id: int
@@ -38,6 +131,7 @@ class RequestReport:
     error: str | None
     executed: bool
     usage: Usage
+    out_of_pages: bool = False
 
 
 RequestListener = Callable[[RequestReport], None]
@@ -52,6 +146,11 @@ class Stopwatch:
     landed: float | None = None
     first_token: float | None = None
     last_token: float | None = None
+
+    def land(self, now: float) -> None:
+        """What it resumes from is on the device; only the first call counts."""
+        if self.landed is None:
+            self.landed = now
 
     def token(self, now: float) -> None:
         """A token was drawn."""
@@ -76,7 +175,7 @@ class Stopwatch:
 class Funnel:
     """How far requests came on the way to a reused prefix; each number is at most the one above it.
 
-    Whoever is in one and not in the next is in exactly one bucket of ``rejected``.
+    A request that is in one and not in the next is in exactly one bucket of ``rejected``.
 
     Attributes:
         requests: have ended.
@@ -103,7 +202,7 @@ class Funnel:
     rejected: Mapping[str, int]
 
 
-# Whoever leaves the funnel in front of a stage left for one of these reasons.
+# A request that leaves the funnel in front of a stage left for one of these reasons.
 _STAGES: tuple[tuple[str, tuple[MissReason, ...]], ...] = (
     ("eligible", (MissReason.DISABLED,)),
     ("admitted", (MissReason.NOT_ADMITTED,)),
@@ -128,6 +227,7 @@ class Totals:
         device_hits: skipped tokens without a copy from the Host.
         host_hits: skipped tokens after one.
         unexecuted_hits: of both, ended before their first pass had.
+        out_of_pages: of those with the outcome ``length``, cut because running sequences held every page.
         misses: skipped nothing, by reason.
         partial: skipped tokens while more of the prompt was cached, by the reason for not using the rest.
     """
@@ -147,6 +247,7 @@ class Totals:
     device_hits: int = 0
     host_hits: int = 0
     unexecuted_hits: int = 0
+    out_of_pages: int = 0
     misses: Mapping[MissReason, int] = field(default_factory=_none_yet)
     partial: Mapping[MissReason, int] = field(default_factory=_none_yet)
 
@@ -171,6 +272,7 @@ class Totals:
             device_hits=self.device_hits + (hit and not reuse.restored_bytes),
             host_hits=self.host_hits + (hit and reuse.restored_bytes > 0),
             unexecuted_hits=self.unexecuted_hits + (hit and not report.executed),
+            out_of_pages=self.out_of_pages + report.out_of_pages,
             misses=self.misses if hit else _one_more(self.misses, reuse.reason),
             partial=_one_more(self.partial, reuse.reason) if hit else self.partial,
         )

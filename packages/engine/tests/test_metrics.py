@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from books import bucket, check_books
-from core_rig import Rig, tokens_of
 from fake_model import continuation
+from loop_rig import Rig, tokens_of
 from prefix_index import CostModel, Prompt, Reason
 from qwen35_engine import MissReason, RequestReport, Reuse, TapHints, Timing, Totals, Usage
-from qwen35_engine.accounting import Accounts, Stopwatch
 from qwen35_engine.cache import AdmissionQuote
-from test_core import TRUNK
+from qwen35_engine.cache.quotes import Quoter
+from qwen35_engine.metrics import Accounts, Stopwatch
+from report_checks import bucket, check_books
+from test_loop import TRUNK
 
 # ---- random schedules -------------------------------------------------------------------------------------------
 
@@ -38,12 +39,12 @@ class Watched(Rig):
         self._prompts: list[Prompt] = []  # keeps their ids from being reused
         self.opted_out: set[int] = set()
         self.buckets: dict[int, set[str]] = {}
-        self._real_quote = self.core.cache.quote
-        self.core.cache.quote = self._quote  # type: ignore[method-assign]
+        self._real_quote = self.loop.cache.quote
+        self.loop.cache.quote = self._quote  # type: ignore[method-assign]
 
     def submit(self, prompt: list[int], max_tokens: int, **changes: Any) -> int:
         request_id = super().submit(prompt, max_tokens, **changes)
-        prepared = self.core._waiting[-1].prompt
+        prepared = list(self.loop.admission)[-1].prompt
         if prepared is None:
             self.opted_out.add(request_id)
         else:
@@ -87,18 +88,18 @@ def run_schedule(rng: random.Random, rig: Watched, *, faults: bool) -> None:
             )
             histories.append([*prompt, *continuation(prompt, 12)])
         elif choice < 0.5 and rig.open and faults:
-            rig.core._admit()  # some of them then end between their admission and their first pass
-            rig.core.end({rng.choice(sorted(rig.open)): "cancelled"})
+            rig.loop.admit()  # some of them then end between their admission and their first pass
+            rig.loop.end({rng.choice(sorted(rig.open)): "cancelled"})
             rig.read()
-        elif choice < 0.55 and rig.core._lanes and faults:
-            rig.spoil(rig.model.nan_slots, rng.choice(list(rig.core._lanes.values())))
+        elif choice < 0.55 and rig.loop.running and faults:
+            rig.spoil(rig.model.nan_slots, rng.choice(list(rig.loop.running)))
         elif choice < 0.7:
             rig.bench.reads.land(rng.randrange(4))
             rig.bench.writes.land(rng.randrange(4))
         else:
             for _ in range(rng.randrange(1, 6)):
                 rig.turn()
-    check_books(rig.reports, rig.core.accounts.totals)
+    check_books(rig.reports, rig.loop.accounts.totals)
     rig.run_dry()
 
 
@@ -117,7 +118,7 @@ def test_random_schedules_leave_each_request_in_one_bucket(faults: bool) -> None
             prefill_chunk=rng.choice([33, 64, 300]),
         )
         run_schedule(rng, rig, faults=faults)
-        totals, funnel = rig.core.accounts.totals, rig.core.accounts.totals.funnel()
+        totals, funnel = rig.loop.accounts.totals, rig.loop.accounts.totals.funnel()
         check_books(rig.reports, totals)
         # The streams' side.
         assert funnel.requests == len(rig.ended), f"seed {seed}"
@@ -172,7 +173,7 @@ def test_a_device_hit_skips_everything_but_the_last_token_drawn() -> None:
     prompt, following = turn_of(1)
     assert ask(rig, prompt) == Reuse(reason=MissReason.NOT_CACHED)
     assert ask(rig, following) == Reuse(device_tokens=152, matched_tokens=128)
-    assert (rig.core.accounts.totals.device_hits, rig.core.accounts.totals.host_hits) == (1, 0)
+    assert (rig.loop.accounts.totals.device_hits, rig.loop.accounts.totals.host_hits) == (1, 0)
 
 
 def test_a_host_hit_tells_its_bytes_and_what_stayed_on_the_device() -> None:
@@ -188,7 +189,7 @@ def test_a_host_hit_tells_its_bytes_and_what_stayed_on_the_device() -> None:
     memory = rig.bench.memory
     image = memory.state_layout.hidden_range().end
     assert reuse.restored_bytes == host.restored_bytes == 4 * memory.page_layout.page_bytes + image
-    assert (rig.core.accounts.totals.device_hits, rig.core.accounts.totals.host_hits) == (0, 1)
+    assert (rig.loop.accounts.totals.device_hits, rig.loop.accounts.totals.host_hits) == (0, 1)
 
 
 def test_without_the_cache_nothing_is_looked_up_or_left() -> None:
@@ -232,7 +233,7 @@ def test_an_evicted_image_is_told_from_one_that_never_was() -> None:
     ask(rig, prompt)
     freed = rig.bench.cache.index.claim_slot()
     assert freed is not None
-    rig.bench.cache._space.reclaim(freed)
+    rig.bench.cache.allocator.reclaim(freed)
     assert ask(rig, following) == Reuse(matched_tokens=128, reason=MissReason.IMAGE_EVICTED)
 
 
@@ -240,15 +241,15 @@ def test_a_shorter_snapshot_is_used_and_the_reason_for_the_rest_told() -> None:
     rig = Rig(slabs=0)
     prompt, following = turn_of(9, 200)
     ask(rig, prompt, hints=TapHints(explicit=(70,)))
-    rig.bench.cache._space.reclaim(rig.bench.cache.index.clear())
+    rig.bench.cache.allocator.reclaim(rig.bench.cache.index.clear())
     ask(rig, prompt[:100], hints=TapHints(explicit=(70,)))
     index = rig.bench.cache.index
     lease = index.acquire(index.match(index.prepare(array("i", following))))
-    index.extend(lease, array("i", prompt[:192]).tobytes(), rig.bench.cache._space.take_pages(3))
+    index.extend(lease, array("i", prompt[:192]).tobytes(), rig.bench.cache.allocator.take_pages(3))
     index.release(lease)
     reuse = ask(rig, following)
     assert reuse == Reuse(device_tokens=70, matched_tokens=192, reason=MissReason.NO_SNAPSHOT)
-    assert rig.core.accounts.totals.partial[MissReason.NO_SNAPSHOT] == 1
+    assert rig.loop.accounts.totals.partial[MissReason.NO_SNAPSHOT] == 1
 
 
 def left_to_host(seed: int) -> tuple[Rig, list[int]]:
@@ -276,10 +277,10 @@ def test_a_prefix_that_is_just_being_restored_for_another() -> None:
 def test_a_prefix_that_is_restored_for_another_so_slowly_that_computing_is_quicker() -> None:
     rig, following = left_to_host(10)
     rig.submit(following, 3)
-    rig.core._admit()
+    rig.loop.admit()
     rig.bench.cache.cost = CostModel(bytes_per_second=1.0)
     rig.submit([*following[:-1], 5], 3)
-    rig.core._admit()
+    rig.loop.admit()
     rig.run_dry()
     assert reuse_of(rig, 2).host_tokens == 152
     assert reuse_of(rig, 3) == Reuse(matched_tokens=128, reason=MissReason.FILLING)
@@ -287,7 +288,9 @@ def test_a_prefix_that_is_restored_for_another_so_slowly_that_computing_is_quick
 
 def test_a_restore_that_would_take_longer_than_computing() -> None:
     rig, following = left_to_host(11)
-    rig.bench.cache._quoter._cost = CostModel(bytes_per_second=1.0)
+    rig.bench.cache.quoter = Quoter(
+        rig.bench.cache.index, rig.bench.cache.allocator, cost=CostModel(bytes_per_second=1.0)
+    )
     assert ask(rig, following) == Reuse(matched_tokens=128, reason=MissReason.COST)
 
 
@@ -305,7 +308,7 @@ def test_whoever_ends_while_waiting_was_not_admitted() -> None:
     rig.turn()
     waiting = [rig.submit(tokens_of(14, 20), 5), rig.submit(tokens_of(14, 20), 5, reuse=False)]
     rig.now = 7.0
-    rig.core.end(dict.fromkeys(waiting, "cancelled"))
+    rig.loop.end(dict.fromkeys(waiting, "cancelled"))
     assert [reuse_of(rig, number).reason for number in waiting] == [MissReason.NOT_ADMITTED, MissReason.DISABLED]
     assert rig.reports[0].usage.timing == Timing(queued_seconds=7.0, total_seconds=7.0)
     assert running in rig.open
@@ -316,11 +319,11 @@ def test_a_lane_that_ends_before_its_first_pass_is_no_executed_hit() -> None:
     prompt, following = turn_of(15)
     ask(rig, prompt)
     request_id = rig.submit(following, 3)
-    rig.core._admit()
-    rig.core.end({request_id: "cancelled"})
+    rig.loop.admit()
+    rig.loop.end({request_id: "cancelled"})
     rig.read()
     assert not rig.reports[-1].executed
-    funnel = rig.core.accounts.totals.funnel()
+    funnel = rig.loop.accounts.totals.funnel()
     assert (funnel.requests, funnel.leased, funnel.executed) == (2, 1, 0)
     assert funnel.rejected["not_executed"] == 1
 
@@ -335,13 +338,13 @@ def test_times_are_those_of_the_injected_clock() -> None:
     rig.turn()
     request_id = rig.submit(tokens_of(17, 150), 3)
     rig.now = 3.0
-    rig.core.end({blocking: "cancelled"})
-    rig.core.cache.poll()
-    rig.core._admit()
+    rig.loop.end({blocking: "cancelled"})
+    rig.loop.cache.transfers.poll()
+    rig.loop.admit()
     rig.now = 8.0
     while request_id in rig.open:
         rig.turn()
-        if rig.core._lanes and next(iter(rig.core._lanes.values())).completion_tokens:
+        if rig.loop.running and next(iter(rig.loop.running)).completion_tokens:
             rig.now += 1.0
     assert rig.reports[-1].usage.timing == Timing(
         queued_seconds=3.0, first_token_seconds=8.0, token_seconds=1.0, total_seconds=10.0
@@ -354,7 +357,7 @@ def test_a_restore_is_staged_until_it_was_seen_to_land() -> None:
     ask(rig, prompt)
     rig.bench.leave_to_host()
     request_id = rig.submit(following, 3)
-    rig.core._admit()
+    rig.loop.admit()
     rig.now = 2.5
     rig.bench.reads.land_all()
     rig.run_dry()
