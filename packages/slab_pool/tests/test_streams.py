@@ -3,6 +3,8 @@
 In the fake device and the double, nothing moves unless it is waited for or stepped, so a missing order shows.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from slab_pool import (
     CpuCopyStream,
     CudaCopyStream,
     Direction,
+    DirectionStatistics,
     PoolClosed,
     SlabPool,
     Transport,
@@ -21,7 +24,7 @@ from slab_pool import (
 )
 from slab_pool.testing import CopyFailures, ManualCopyStream
 from slab_pool_fake_cuda import FakeCuda
-from slab_pool_strategies import SLAB
+from slab_pool_strategies import SLAB, small_pool
 
 PAGES = 12
 RECORD = 3000
@@ -315,3 +318,15 @@ def test_copies_beside_other_work_on_the_same_device(make):
 def test_a_stream_needs_room_for_something():
     with pytest.raises(ValueError, match="max_in_flight_bytes must be at least 1, got 0"):
         CpuCopyStream(max_in_flight_bytes=0)
+
+
+def test_statistics_are_a_picture_of_their_moment():
+    with small_pool(4) as pool, CpuCopyStream() as stream:
+        before = pool.statistics()
+        pool.acquire(2)
+        after = pool.statistics()
+        assert (before.num_used, after.num_used) == (0, 2)
+        assert (after.used_bytes, after.capacity_bytes) == (2 * SLAB, 4 * SLAB)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            after.num_used = 3
+        assert stream.statistics().host_to_device == DirectionStatistics()

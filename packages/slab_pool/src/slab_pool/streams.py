@@ -5,14 +5,38 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from slab_pool.batches import CopyBatch, Direction
 from slab_pool.errors import PoolClosed
-from slab_pool.statistics import CopyStatistics, DirectionStatistics
 from slab_pool.tickets import Completion, Ticket
 
 DEFAULT_MAX_IN_FLIGHT_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectionStatistics:
+    """What landed in one direction. `seconds_in_flight` adds up, batch by batch, the time from the first copy's
+    start (after the prerequisites) to the last one's landing, by the clock of whoever copied. Failed batches
+    are counted, their bytes and seconds are not."""
+
+    num_batches: int = 0
+    num_copies: int = 0
+    num_bytes: int = 0
+    seconds_in_flight: float = 0.0
+    num_failed_batches: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyStatistics:
+    """`high_water_bytes` is the most that was in flight at once."""
+
+    host_to_device: DirectionStatistics
+    device_to_host: DirectionStatistics
+    in_flight_batches: int
+    in_flight_bytes: int
+    high_water_bytes: int
 
 
 class CallingThread:
