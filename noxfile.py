@@ -61,15 +61,15 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """mypy over every package's source."""
+    """mypy over every package's source and the benchmarks."""
     install(session, *PACKAGES, extra=("mypy", "nox"))
-    session.run("mypy", *(f"packages/{name}/src" for name in PACKAGES))
+    session.run("mypy", *(f"packages/{name}/src" for name in PACKAGES), "benchmarks")
 
 
 @nox.session
 @nox.parametrize("part", [nox.param(name, id=name) for name in (*PACKAGES, STACK)])
 def tests(session: nox.Session, part: str) -> None:
-    """One package's own tests, or (stack) those across packages."""
+    """One package's own tests, or (stack) those across packages and of the benchmarks."""
     if part == STACK:
         install(session, *PACKAGES, tests_of=tuple(PACKAGES))
         # The index alone needs neither torch nor transformers; its example with both runs here.
@@ -88,10 +88,10 @@ def property(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Every package's benchmarks; one JSON object each."""
+    """Every benchmark; one JSON object each."""
     install(session, *PACKAGES)
-    for module in ("prefix_index", "slab_pool", "qwen35_kernels", "qwen35_engine"):
-        session.run("python", "-m", f"{module}.bench", *session.posargs)
+    for name in ("prefix_index", "slab_pool", "kernels", "engine"):
+        session.run("python", "-m", f"benchmarks.{name}", *session.posargs)
 
 
 @nox.session(default=False)

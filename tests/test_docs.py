@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md", "packages/*/examples/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "packages/*/README.md", "packages/*/examples/*.md")
     for path in ROOT.glob(pattern)
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

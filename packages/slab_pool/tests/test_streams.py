@@ -3,6 +3,9 @@
 In the fake device and the double, nothing moves unless it is waited for or stepped, so a missing order shows.
 """
 
+import dataclasses
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +17,7 @@ from slab_pool import (
     CpuCopyStream,
     CudaCopyStream,
     Direction,
+    DirectionStatistics,
     PoolClosed,
     SlabPool,
     Transport,
@@ -21,7 +25,7 @@ from slab_pool import (
 )
 from slab_pool.testing import CopyFailures, ManualCopyStream
 from slab_pool_fake_cuda import FakeCuda
-from slab_pool_strategies import SLAB
+from slab_pool_strategies import SLAB, small_pool
 
 PAGES = 12
 RECORD = 3000
@@ -315,3 +319,86 @@ def test_copies_beside_other_work_on_the_same_device(make):
 def test_a_stream_needs_room_for_something():
     with pytest.raises(ValueError, match="max_in_flight_bytes must be at least 1, got 0"):
         CpuCopyStream(max_in_flight_bytes=0)
+
+
+def test_statistics_are_a_picture_of_their_moment():
+    with small_pool(4) as pool, CpuCopyStream() as stream:
+        before = pool.statistics()
+        pool.acquire(2)
+        after = pool.statistics()
+        assert (before.num_used, after.num_used) == (0, 2)
+        assert (after.used_bytes, after.capacity_bytes) == (2 * SLAB, 4 * SLAB)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            after.num_used = 3
+        assert stream.statistics().host_to_device == DirectionStatistics()
+
+
+class AskedMidway:
+    """A completion that, asked by another thread whether its batch is done, lets the owner poll before it answers."""
+
+    def __init__(self, completion):
+        self._completion = completion
+        self._owner = threading.current_thread()
+        self.asked = threading.Event()
+        self.polled = threading.Event()
+
+    def finished(self):
+        finished = self._completion.finished()
+        if threading.current_thread() is not self._owner:
+            self.asked.set()
+            assert self.polled.wait(10)
+        return finished
+
+    def __getattr__(self, name):
+        return getattr(self._completion, name)
+
+
+def test_another_thread_reads_statistics_while_the_owner_polls():
+    with Bench(make_manual) as bench:
+        first, second = (bench.submit(Direction.DEVICE_TO_HOST, [page], [page]) for page in (0, 1))
+        bench.stream.land(3)
+        first.completion = midway = AskedMidway(first.completion)
+        seen = []
+        reader = threading.Thread(target=lambda: seen.append(bench.stream.statistics()))
+        reader.start()
+        assert midway.asked.wait(10)
+        assert bench.stream.poll() == (first,)
+        midway.polled.set()
+        reader.join()
+        (statistics,) = seen
+        assert (statistics.in_flight_batches, statistics.in_flight_bytes) == (1, RECORD)
+        assert (statistics.device_to_host.num_batches, statistics.device_to_host.num_bytes) == (1, RECORD)
+        assert bench.stream.poll() == ()
+        bench.stream.land_all()
+        assert bench.stream.poll() == (second,)
+
+
+@every_kind
+def test_statistics_of_any_moment_add_up_and_move_nothing(make):
+    with Bench(make) as bench:
+        ended = threading.Event()
+        seen = []
+
+        def read():
+            while not ended.is_set():
+                seen.append(bench.stream.statistics())
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        polled, tickets = [], []
+        try:
+            for turn in range(200):
+                tickets.append(bench.submit(Direction.DEVICE_TO_HOST, [turn % PAGES], [turn % 16]))
+                polled += bench.stream.poll()
+            bench.stream.drain()
+        finally:
+            ended.set()
+            reader.join()
+        polled += bench.stream.poll()
+        assert polled == tickets
+        landed = [statistics.device_to_host.num_batches for statistics in seen]
+        assert landed == sorted(landed)
+        for statistics in seen:
+            assert statistics.device_to_host.num_bytes == statistics.device_to_host.num_batches * RECORD
+            assert statistics.in_flight_bytes == statistics.in_flight_batches * RECORD
+            assert statistics.device_to_host.num_batches + statistics.in_flight_batches <= len(tickets)

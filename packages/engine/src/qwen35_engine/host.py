@@ -48,28 +48,6 @@ class HostStats:
 
 
 @dataclass(frozen=True)
-class _Traffic:
-    """The batches of one direction: bytes of those that were polled, and those that were not yet.
-
-    Replaced whole, so that any thread may read it while the worker goes on. A copy stream's own books are for its owner
-    alone: asking for them moves what has landed.
-    """
-
-    polled_bytes: int = 0
-    unpolled: tuple[Ticket, ...] = ()
-
-    def started(self, ticket: Ticket) -> _Traffic:
-        return _Traffic(self.polled_bytes, (*self.unpolled, ticket))
-
-    def polled(self, landed: Sequence[Ticket]) -> _Traffic:
-        left = tuple(ticket for ticket in self.unpolled if ticket not in landed)
-        return _Traffic(self.polled_bytes + _bytes_of(landed), left)
-
-    def under_way(self) -> tuple[Ticket, ...]:
-        return tuple(ticket for ticket in self.unpolled if not ticket.done())
-
-
-@dataclass(frozen=True)
 class Restore:
     """A restore on its way. Its parts land in the order in which a forward pass reads them: the prelude (tails, the
     hidden state), then one part per layer of the model."""
@@ -134,7 +112,6 @@ class HostTier:
         device = memory.pages.device
         self._reads = reads or slab_pool.open_copy_stream(device)
         self._writes = writes or slab_pool.open_copy_stream(device)
-        self._read, self._written = _Traffic(), _Traffic()
 
     @property
     def image_slabs(self) -> int:
@@ -169,9 +146,7 @@ class HostTier:
             copies += self._image_copies(image, 0, self._memory.state_layout.image_bytes)
         copies += self._page_copies(self._runs([tail.page for tail in tails], [tail.slab for tail in tails]))
         batch = CopyBatch.of(Direction.DEVICE_TO_HOST, [("write-through", copies)])
-        ticket = self._writes.submit(batch, after=self._writes.compute_stream())
-        self._written = self._written.started(ticket)
-        return ticket
+        return self._writes.submit(batch, after=self._writes.compute_stream())
 
     def restore(
         self, pages: Sequence[int], slabs: Sequence[int], image: Image | None, tails: Sequence[Tail]
@@ -192,19 +167,17 @@ class HostTier:
                 copies = self._page_copies(runs, part.begin, part.end)
             parts.append((f"layer {number}", copies))
         batch = CopyBatch.of(Direction.HOST_TO_DEVICE, parts)
-        ticket = self._reads.submit(batch, after=self._reads.compute_stream())
-        self._read = self._read.started(ticket)
-        return Restore(ticket, self._reads)
+        return Restore(self._reads.submit(batch, after=self._reads.compute_stream()), self._reads)
 
     @property
     def restoring_bytes(self) -> int:
         """Bytes on their way to the device."""
-        return _bytes_of(self._read.under_way())
+        return self._reads.statistics().in_flight_bytes
 
     @property
     def restoring(self) -> bool:
         """Whether a restore is on its way."""
-        return bool(self._read.under_way())
+        return self._reads.statistics().in_flight_batches > 0
 
     def poll(self) -> list[Ticket]:
         """What has landed since the last call; never waits.
@@ -212,9 +185,7 @@ class HostTier:
         Raises:
             CopyFailed: a copy failed. The engine cannot go on.
         """
-        read, written = self._reads.poll(), self._writes.poll()
-        self._read, self._written = self._read.polled(read), self._written.polled(written)
-        return [*read, *written]
+        return [*self._reads.poll(), *self._writes.poll()]
 
     def drain(self) -> None:
         """Wait until nothing is on its way."""
@@ -231,18 +202,16 @@ class HostTier:
 
     def stats(self) -> HostStats:
         """May be asked from any thread."""
-        pool, read, written = self._pool.statistics(), self._read, self._written
-        reading, writing = read.under_way(), written.under_way()
-        restoring_bytes, writing_bytes = _bytes_of(reading), _bytes_of(writing)
+        pool, reads, writes = self._pool.statistics(), self._reads.statistics(), self._writes.statistics()
         return HostStats(
             slabs_free=pool.num_slabs - pool.num_used,
             slabs_total=pool.num_slabs,
             slab_bytes=pool.slab_bytes,
-            written_bytes=written.polled_bytes + _bytes_of(written.unpolled) - writing_bytes,
-            restored_bytes=read.polled_bytes + _bytes_of(read.unpolled) - restoring_bytes,
-            copies_in_flight=len(reading) + len(writing),
-            writing_bytes=writing_bytes,
-            restoring_bytes=restoring_bytes,
+            written_bytes=writes.device_to_host.num_bytes,
+            restored_bytes=reads.host_to_device.num_bytes,
+            copies_in_flight=reads.in_flight_batches + writes.in_flight_batches,
+            writing_bytes=writes.in_flight_bytes,
+            restoring_bytes=reads.in_flight_bytes,
         )
 
     def _runs(self, pages: Sequence[int], slabs: Sequence[int]) -> Runs:
@@ -254,7 +223,3 @@ class HostTier:
 
     def _image_copies(self, image: Image, begin: int, end: int) -> list[Copy]:
         return slab_pool.image_copies(self._pool, self._memory.states, image.slot, image.slabs, begin, end)
-
-
-def _bytes_of(tickets: Sequence[Ticket]) -> int:
-    return sum(ticket.batch_bytes for ticket in tickets)

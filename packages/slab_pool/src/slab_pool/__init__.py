@@ -30,7 +30,6 @@ from slab_pool.batches import BatchPart, Copy, CopyBatch, Direction, image_copie
 from slab_pool.cpu import CpuCopyStream
 from slab_pool.cuda import CudaCopyStream
 from slab_pool.errors import (
-    CopyFailed,
     HostMemoryError,
     ImageCancelled,
     ImageDamaged,
@@ -44,12 +43,11 @@ from slab_pool.errors import (
 )
 from slab_pool.image_file import ImageFile, ImageTransfer, save_image, temporary_path
 from slab_pool.opening import open_copy_stream
-from slab_pool.pool import SlabPool
+from slab_pool.pool import PoolStatistics, SlabPool
 from slab_pool.records import Part, RecordLayout, SlabLayout, Span, pack_slab, record_spans
 from slab_pool.runs import Run, Runs, plan_runs
-from slab_pool.statistics import CopyStatistics, DirectionStatistics, PoolStatistics
-from slab_pool.streams import CALLING_THREAD, CallingThread, CopyStream
-from slab_pool.tickets import CopyResult, PartEvent, Ticket
+from slab_pool.streams import CALLING_THREAD, CallingThread, CopyStatistics, CopyStream, DirectionStatistics
+from slab_pool.tickets import CopyFailed, CopyResult, PartEvent, Ticket
 from slab_pool.transports import RecordCopy, Transport, Trial
 
 __all__ = [

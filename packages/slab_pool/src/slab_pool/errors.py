@@ -5,7 +5,7 @@ SlabPoolError
 ├── PoolExhausted        fewer free slabs than asked for
 ├── StaleSlab            a handle that is released, foreign or made up (also a LookupError)
 ├── PoolClosed           the pool or the copy stream was closed (also a RuntimeError)
-├── CopyFailed           a batch of copies did not land; carries the ticket
+├── CopyFailed           a batch of copies did not land; carries the ticket, hence defined in `tickets`
 ├── WouldBlock           a test double was asked to wait for copies nobody told it to land
 └── ImageError           an image file
     ├── ImageCancelled   the caller's `cancelled()` said so
@@ -17,11 +17,6 @@ files stay OSError.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from slab_pool.tickets import Ticket
 
 
 class SlabPoolError(Exception):
@@ -46,14 +41,6 @@ class StaleSlab(SlabPoolError, LookupError):
 
 class PoolClosed(SlabPoolError, RuntimeError):
     """The pool or copy stream was used after `close()`."""
-
-
-class CopyFailed(SlabPoolError):
-    """A batch did not land. `ticket` names it; the first error is the `__cause__`."""
-
-    def __init__(self, message: str, *, ticket: Ticket) -> None:
-        super().__init__(message)
-        self.ticket = ticket
 
 
 class WouldBlock(SlabPoolError):

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from slab_pool.digest import SlabDigest
 from slab_pool.errors import ImageCancelled, ImageDamaged, ImageUnsuitable
 from slab_pool.image_format import (
     FIXED_BYTES,
     ImageHeader,
+    SlabDigest,
     decode_header,
     decode_trailer,
     encode_front,

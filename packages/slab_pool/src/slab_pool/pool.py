@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Self
 
@@ -19,18 +20,40 @@ from slab_pool.memory import (
     MIB,
     PAGE_BYTES,
     ChunkAllocator,
+    ChunkPreparation,
     CudaRegistrar,
     HostChunk,
     Registrar,
     host_memory_limit,
 )
-from slab_pool.preparation import ChunkPreparation
 from slab_pool.runs import Runs, plan_runs
-from slab_pool.statistics import PoolStatistics
 
 MAX_CHUNK_BYTES = 4 << 30
 _GENERATION_BITS = 32
 _GENERATION_MASK = (1 << _GENERATION_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStatistics:
+    """`high_water` is the largest `num_used` since the pool was made."""
+
+    num_slabs: int
+    slab_bytes: int
+    num_used: int
+    high_water: int
+    num_acquired: int
+    num_released: int
+    num_chunks: int
+    num_chunks_ready: int
+    pinned: bool
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.num_slabs * self.slab_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self.num_used * self.slab_bytes
 
 
 class SlabPool:

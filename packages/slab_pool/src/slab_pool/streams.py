@@ -5,14 +5,88 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 from slab_pool.batches import CopyBatch, Direction
 from slab_pool.errors import PoolClosed
-from slab_pool.statistics import CopyStatistics, DirectionStatistics
 from slab_pool.tickets import Completion, Ticket
 
 DEFAULT_MAX_IN_FLIGHT_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectionStatistics:
+    """What landed in one direction. `seconds_in_flight` adds up, batch by batch, the time from the first copy's
+    start (after the prerequisites) to the last one's landing, by the clock of whoever copied. Failed batches
+    are counted, their bytes and seconds are not."""
+
+    num_batches: int = 0
+    num_copies: int = 0
+    num_bytes: int = 0
+    seconds_in_flight: float = 0.0
+    num_failed_batches: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyStatistics:
+    """`high_water_bytes` is the most that was in flight at once."""
+
+    host_to_device: DirectionStatistics = DirectionStatistics()
+    device_to_host: DirectionStatistics = DirectionStatistics()
+    in_flight_batches: int = 0
+    in_flight_bytes: int = 0
+    high_water_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """What is in flight, oldest first, and the totals that go with it.
+
+    A stream replaces it whole, so that another thread reads one moment while the owner goes on.
+    """
+
+    in_flight: tuple[Ticket, ...]
+    statistics: CopyStatistics
+
+    def started(self, ticket: Ticket) -> _Progress:
+        old = self.statistics
+        in_flight_bytes = old.in_flight_bytes + ticket.batch_bytes
+        statistics = replace(
+            old,
+            in_flight_batches=old.in_flight_batches + 1,
+            in_flight_bytes=in_flight_bytes,
+            high_water_bytes=max(old.high_water_bytes, in_flight_bytes),
+        )
+        return _Progress((*self.in_flight, ticket), statistics)
+
+    def settled(self) -> _Progress:
+        """The progress once what is done at the front of the line is counted."""
+        done = list(itertools.takewhile(Ticket.done, self.in_flight))
+        if not done:
+            return self
+        old = self.statistics
+        statistics = replace(
+            old,
+            host_to_device=_counted(old.host_to_device, Direction.HOST_TO_DEVICE, done),
+            device_to_host=_counted(old.device_to_host, Direction.DEVICE_TO_HOST, done),
+            in_flight_batches=old.in_flight_batches - len(done),
+            in_flight_bytes=old.in_flight_bytes - sum(ticket.batch_bytes for ticket in done),
+        )
+        return _Progress(self.in_flight[len(done) :], statistics)
+
+
+def _counted(old: DirectionStatistics, direction: Direction, done: Sequence[Ticket]) -> DirectionStatistics:
+    done = [ticket for ticket in done if ticket.direction is direction]
+    landed = [ticket for ticket in done if ticket.completion.error is None]
+    return DirectionStatistics(
+        num_batches=old.num_batches + len(landed),
+        num_copies=old.num_copies + sum(ticket.batch_copies for ticket in landed),
+        num_bytes=old.num_bytes + sum(ticket.batch_bytes for ticket in landed),
+        seconds_in_flight=old.seconds_in_flight + sum(ticket.result().seconds for ticket in landed),
+        num_failed_batches=old.num_failed_batches + len(done) - len(landed),
+    )
 
 
 class CallingThread:
@@ -46,11 +120,8 @@ class CopyStream(ABC):
             raise ValueError(f"CopyStream: max_in_flight_bytes must be at least 1, got {max_in_flight_bytes!r}")
         self.max_in_flight_bytes = max_in_flight_bytes
         self._serials = itertools.count()
-        self._in_flight: deque[Ticket] = deque()  # submitted and not known to be done, oldest first
+        self._progress = _Progress((), CopyStatistics())
         self._unpolled: deque[Ticket] = deque()  # done and not yet returned by poll, oldest first
-        self._in_flight_bytes = 0
-        self._high_water_bytes = 0
-        self._totals = {direction: DirectionStatistics() for direction in Direction}
         self._closed = False
 
     # -- what each kind of stream supplies -------------------------------------------------------------------
@@ -85,39 +156,25 @@ class CopyStream(ABC):
         self._check_open("submit")
         self._make_room(batch.num_bytes)
         ticket = Ticket(next(self._serials), batch, self._start(batch, prerequisites))
-        self._in_flight.append(ticket)
-        self._in_flight_bytes += batch.num_bytes
-        self._high_water_bytes = max(self._high_water_bytes, self._in_flight_bytes)
+        self._progress = self._progress.started(ticket)
         return ticket
 
     def fits(self, num_bytes: int) -> bool:
         """Would `submit` of so many bytes start without waiting?"""
-        self._retire()
-        return not self._in_flight or self._in_flight_bytes + num_bytes <= self.max_in_flight_bytes
+        self._settle()
+        progress = self._progress
+        return not progress.in_flight or progress.statistics.in_flight_bytes + num_bytes <= self.max_in_flight_bytes
 
     def _make_room(self, num_bytes: int) -> None:
         while not self.fits(num_bytes):
-            self._in_flight[0].completion.wait_finished()
+            self._progress.in_flight[0].completion.wait_finished()
 
-    def _retire(self) -> None:
+    def _settle(self) -> None:
         """Move what is done from the front of the line to what poll returns."""
-        while self._in_flight and self._in_flight[0].done():
-            ticket = self._in_flight.popleft()
-            self._in_flight_bytes -= ticket.batch_bytes
-            self._unpolled.append(ticket)
-            self._count(ticket)
-
-    def _count(self, ticket: Ticket) -> None:
-        old = self._totals[ticket.direction]
-        failed = ticket.completion.error is not None
-        seconds = 0.0 if failed else ticket.result().seconds
-        self._totals[ticket.direction] = DirectionStatistics(
-            num_batches=old.num_batches + (not failed),
-            num_copies=old.num_copies + (0 if failed else ticket.batch_copies),
-            num_bytes=old.num_bytes + (0 if failed else ticket.batch_bytes),
-            seconds_in_flight=old.seconds_in_flight + seconds,
-            num_failed_batches=old.num_failed_batches + failed,
-        )
+        before = self._progress
+        if before.in_flight:
+            self._progress = after = before.settled()
+            self._unpolled.extend(before.in_flight[: len(before.in_flight) - len(after.in_flight)])
 
     def poll(self) -> tuple[Ticket, ...]:
         """The tickets that landed since the last poll, in order. Never waits.
@@ -125,7 +182,7 @@ class CopyStream(ABC):
         A failed batch is raised as CopyFailed: by the first poll that reaches it with nothing landed before it
         left to return. So no landing is lost to an exception, and each failure is raised once.
         """
-        self._retire()
+        self._settle()
         landed: list[Ticket] = []
         while self._unpolled:
             failure = self._unpolled[0].error
@@ -139,20 +196,13 @@ class CopyStream(ABC):
 
     def drain(self) -> None:
         """Wait until everything submitted is done. What failed is still raised by poll, not here."""
-        while self._in_flight:
-            self._in_flight[0].completion.wait_finished()
-            self._retire()
+        while self._progress.in_flight:
+            self._progress.in_flight[0].completion.wait_finished()
+            self._settle()
 
     def statistics(self) -> CopyStatistics:
-        """For the owner's thread, like all that is not in a ticket: it moves what has landed to what `poll` returns."""
-        self._retire()
-        return CopyStatistics(
-            host_to_device=self._totals[Direction.HOST_TO_DEVICE],
-            device_to_host=self._totals[Direction.DEVICE_TO_HOST],
-            in_flight_batches=len(self._in_flight),
-            in_flight_bytes=self._in_flight_bytes,
-            high_water_bytes=self._high_water_bytes,
-        )
+        """What has landed and what is in flight now. Any thread may ask: nothing is moved by it."""
+        return self._progress.settled().statistics
 
     def close(self) -> None:
         """Drain, then refuse further batches. Twice does nothing; polling what is left stays possible."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slab_pool.batches import CopyBatch
-from slab_pool.errors import CopyFailed
+from slab_pool.errors import SlabPoolError
 
 
 class Completion(Protocol):
@@ -123,6 +123,14 @@ class Ticket:
     def __repr__(self) -> str:
         state = "failed" if self.completion.error is not None else f"{self.completion.num_landed()} landed"
         return f"<Ticket {self.serial} {self.direction.value} {self.batch_bytes} bytes, {state} of {len(self._parts)}>"
+
+
+class CopyFailed(SlabPoolError):
+    """A batch did not land. `ticket` names it; the first error is the `__cause__`."""
+
+    def __init__(self, message: str, *, ticket: Ticket) -> None:
+        super().__init__(message)
+        self.ticket = ticket
 
 
 class PartEvent:

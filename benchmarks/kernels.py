@@ -1,45 +1,48 @@
-"""`python -m qwen35_kernels.bench`: how the torch implementations compare on this CPU, as one JSON object.
+"""`python -m benchmarks.kernels`: how the torch implementations compare on this CPU, as one JSON object.
 
 Every ratio is theirs / ours (above 1: ours is faster), the median of runs in which A and B alternate, at
 the same number of threads. "Theirs" is the Gated DeltaNet layer of `transformers` without its projections
 and without any accelerator package, and torch's scaled_dot_product_attention on contiguous keys and values.
 """
 
-import argparse
-import json
 import logging
-import os
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qwen35_kernels.attention import paged_attention_decode, paged_attention_prefill
-from qwen35_kernels.conv import causal_conv1d_prefill, causal_conv1d_step
-from qwen35_kernels.delta_rule import delta_gates, gated_delta_rule_prefill, gated_delta_rule_step
-from qwen35_kernels.kv_store import store_kv
-from qwen35_kernels.layout import BLOCK_TOKENS, KVProfile, PageLayout
-from qwen35_kernels.norms import gated_rms_norm
-from qwen35_kernels.workspace import Workspace
-
-__all__ = ["main"]
+from benchmarks.command import command_line, load, write_result
+from benchmarks.timing import Times, spent, take_turns
+from qwen35_kernels import (
+    BLOCK_TOKENS,
+    KVProfile,
+    PageLayout,
+    Workspace,
+    causal_conv1d_prefill,
+    causal_conv1d_step,
+    delta_gates,
+    gated_delta_rule_prefill,
+    gated_delta_rule_step,
+    gated_rms_norm,
+    paged_attention_decode,
+    paged_attention_prefill,
+    store_kv,
+)
 
 Run = Callable[[], Any]
-_CONTENDED_SPREAD = 0.3
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Medians in milliseconds, their ratio, and the wider of the two relative interquartile spreads."""
+    """Medians in milliseconds, their ratio, the wider of the two spreads, and whether that is too wide."""
 
     theirs_ms: float
     ours_ms: float
     ratio: float
     spread: float
+    contended: bool
 
 
 @dataclass(frozen=True)
@@ -65,26 +68,19 @@ ATTENTION_SHAPES = ((4, 2, 64), (8, 2, 256))
 
 def compare(theirs: Run, ours: Run, *, runs: int) -> Comparison:
     """Alternate the two, after one warm-up each."""
-    times: tuple[list[float], list[float]] = ([], [])
+    sides = [(Times(), theirs), (Times(), ours)]
     theirs()
     ours()
-    for _ in range(runs):
-        for run, out in zip((theirs, ours), times, strict=True):
-            begin = time.perf_counter()
-            run()
-            out.append(time.perf_counter() - begin)
-    medians = [statistics.median(values) * 1e3 for values in times]
+    for times, run in take_turns(sides, runs):
+        times.add(spent(run))
+    (theirs_times, _), (ours_times, _) = sides
     return Comparison(
-        theirs_ms=round(medians[0], 4),
-        ours_ms=round(medians[1], 4),
-        ratio=round(medians[0] / medians[1], 3),
-        spread=round(max(_spread(values) for values in times), 3),
+        theirs_ms=round(theirs_times.median * 1e3, 4),
+        ours_ms=round(ours_times.median * 1e3, 4),
+        ratio=round(theirs_times.median / ours_times.median, 3),
+        spread=round(max(theirs_times.spread, ours_times.spread), 3),
+        contended=theirs_times.contended or ours_times.contended,
     )
-
-
-def _spread(values: list[float]) -> float:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return (high - low) / middle
 
 
 class _Fixed(nn.Module):
@@ -247,6 +243,7 @@ class AttentionBench:
 
 def measure(*, runs: int, lengths: tuple[int, ...]) -> dict[str, Any]:
     """All comparisons by name, and the worst ratio of each family under its own key."""
+    load_before = load()
     details: dict[str, Comparison] = {}
     families: dict[str, list[Comparison]] = {}
 
@@ -279,32 +276,29 @@ def measure(*, runs: int, lengths: tuple[int, ...]) -> dict[str, Any]:
     result: dict[str, Any] = {
         f"{family}_ratio": min(c.ratio for c in comparisons) for family, comparisons in families.items()
     }
-    spread = max(c.spread for c in details.values())
     return {
         **result,
         "threads": torch.get_num_threads(),
-        "load": [round(x, 2) for x in os.getloadavg()],
-        "spread": spread,
-        "contended": spread > _CONTENDED_SPREAD,
+        "load": load_before,
+        "spread": max(c.spread for c in details.values()),
+        "contended": any(c.contended for c in details.values()),
         "not_measured": reason,
         "details": {name: asdict(comparison) for name, comparison in details.items()},
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m qwen35_kernels.bench", description=__doc__)
-    parser.add_argument("--threads", type=int, default=1)
+def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = print) -> None:
+    parser = command_line("kernels", __doc__)
     parser.add_argument("--runs", type=int, default=21, help="runs of each side per comparison")
-    parser.add_argument("--quick", action="store_true", help="few runs, T = 1,024 only")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     with torch.inference_mode():
-        if arguments.quick:
+        if options.quick:
             result = measure(runs=7, lengths=(1024,))
         else:
-            result = measure(runs=arguments.runs, lengths=(1024, 4096))
-    print(json.dumps(result, indent=1))
+            result = measure(runs=options.runs, lengths=(1024, 4096))
+    write_result(result, write)
 
 
 if __name__ == "__main__":

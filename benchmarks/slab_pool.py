@@ -1,20 +1,16 @@
-"""`python -m slab_pool.bench`: what pool, planner, copies and image files cost here, as one JSON object.
+"""`python -m benchmarks.slab_pool`: what pool, planner, copies and image files cost here, as one JSON object.
 
 Where two ways are compared they are timed in turn, and a ratio is that of the medians; 1.0 is as fast as the plain way.
-`"contended": true` says that some measurement varied by more than 30 % around its median, so that its number says more
-about the neighbours than about this package. For that case the details hold the best times, and for copies by a CPU the
-ratio of processor times, which neighbours disturb less.
+`"contended": true` says that the middle four fifths of some measurement differ by more than 30 % of its median, so that
+its number says more about the machine's other work than about this package. For that case the details hold the best
+times, and for copies by a CPU the ratio of processor times, which other processes disturb less.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import gc
-import json
 import os
 import random
-import statistics
 import tempfile
 import threading
 import time
@@ -25,66 +21,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slab_pool.batches import CopyBatch, Direction, record_copies
-from slab_pool.image_file import ImageFile, save_image
-from slab_pool.memory import MIB
-from slab_pool.opening import open_copy_stream
-from slab_pool.pool import SlabPool
-from slab_pool.runs import plan_runs
-from slab_pool.streams import CopyStream
+from benchmarks.command import command_line, load, write_result
+from benchmarks.timing import Times, frozen_heap, spent, take_turns
+from slab_pool import (
+    CopyBatch,
+    CopyStream,
+    Direction,
+    ImageFile,
+    SlabPool,
+    open_copy_stream,
+    plan_runs,
+    record_copies,
+    save_image,
+)
 
 SEED = 20261129
+MIB = 1 << 20
 RECORD_BYTES = 2 * MIB
 LAYERS = 32  # slices of 64 KiB
 
 
-class Timings:
-    """Times of one thing, in seconds."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    @contextlib.contextmanager
-    def time(self) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self.seconds.append(time.perf_counter() - begin)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-    @property
-    def best(self) -> float:
-        return min(self.seconds)
-
-    @property
-    def contended(self) -> bool:
-        ordered = sorted(self.seconds)
-        tenth = len(ordered) // 10
-        return ordered[-1 - tenth] - ordered[tenth] > 0.3 * self.median
-
-
-class WallAndCpu:
-    """Wall-clock times of one thing, and the processor times this process spent on it, less those of thread `but`."""
-
-    def __init__(self, but: threading.Thread) -> None:
-        self.wall = Timings()
-        self.cpu = Timings()
-        self._but = but
-
-    def _cpu_seconds(self) -> float:
-        spent = time.process_time()
-        if hasattr(time, "pthread_getcpuclockid") and self._but.ident is not None:
-            spent -= time.clock_gettime(time.pthread_getcpuclockid(self._but.ident))
-        return spent
-
-    @contextlib.contextmanager
-    def time(self) -> Iterator[None]:
-        before = self._cpu_seconds()
-        with self.wall.time():
-            yield
-        self.cpu.seconds.append(max(self._cpu_seconds() - before, 1e-9))
+def cpu_clock_without(thread: threading.Thread) -> Callable[[], float]:
+    """The processor time of this process, less that of one of its threads."""
+    if not hasattr(time, "pthread_getcpuclockid") or thread.ident is None:
+        return time.process_time
+    clock = time.pthread_getcpuclockid(thread.ident)
+    return lambda: time.process_time() - time.clock_gettime(clock)
 
 
 class Bench:
@@ -98,35 +60,36 @@ class Bench:
         self.random = random.Random(SEED)
         self.best: dict[str, float] = {}
 
-    def median(self, timings: Timings) -> float:
-        self.contended = self.contended or timings.contended
-        return timings.median
+    def median(self, times: Times) -> float:
+        self.contended = self.contended or times.contended
+        return times.median
 
     # -- pool and planner ------------------------------------------------------------------------------------
 
     def acquire_release_us(self) -> float:
         """One slab taken and given back, half of 100,000 being out in random places."""
-        # Short rounds: on a busy machine a long one always has somebody else's time slice in it.
+        # Short rounds: on a busy machine a long one always holds a time slice of another process.
         rounds, repeats = (10, 500) if self.quick else (200, 500)
         with SlabPool(budget_bytes=100_000 * 4096, slab_bytes=4096, pinned=False) as pool:
             pool.wait_until_ready()
             handles = list(pool.acquire(100_000))
             self.random.shuffle(handles)
             pool.release(handles[:50_000])
-            timings = Timings()
+            times = Times()
             for _ in range(rounds):
-                with timings.time():
-                    for _ in range(repeats):
-                        pool.release(pool.acquire())
-        self.best["acquire_release_us"] = timings.best / repeats * 1e6
-        return self.median(timings) / repeats * 1e6
+                begin = time.perf_counter()
+                for _ in range(repeats):
+                    pool.release(pool.acquire())
+                times.since(begin)
+        self.best["acquire_release_us"] = times.best / repeats * 1e6
+        return self.median(times) / repeats * 1e6
 
     def plan_runs_us(self) -> dict[str, float]:
         """4,096 pairs: in order, in stretches of 1 to 64, and at random (as many runs as pairs)."""
         stretches: list[int] = []
         while len(stretches) < 4096:
-            begin = self.random.randrange(100_000)
-            stretches += range(begin, begin + self.random.randrange(1, 65))
+            first = self.random.randrange(100_000)
+            stretches += range(first, first + self.random.randrange(1, 65))
         cases = {
             "in_order": (range(4096), range(4096)),
             "stretches": (range(4096), stretches[:4096]),
@@ -135,12 +98,13 @@ class Bench:
         results = {}
         for name, (records, slabs) in cases.items():
             pairs = list(records), list(slabs)
-            timings = Timings()
+            times = Times()
             for _ in range(5 if self.quick else 200):
-                with timings.time():
-                    plan_runs(*pairs, slabs_per_chunk=2048, record_bytes=2 * MIB, slab_bytes=2 * MIB)
-            results[name] = self.median(timings) * 1e6
-            self.best[f"plan_runs_4096_us/{name}"] = timings.best * 1e6
+                begin = time.perf_counter()
+                plan_runs(*pairs, slabs_per_chunk=2048, record_bytes=2 * MIB, slab_bytes=2 * MIB)
+                times.since(begin)
+            results[name] = self.median(times) * 1e6
+            self.best[f"plan_runs_4096_us/{name}"] = times.best * 1e6
         return results
 
     # -- copies ----------------------------------------------------------------------------------------------
@@ -176,10 +140,10 @@ class Bench:
                         batch = self._batch(pool, arena, chosen, direction, layers)
                         name = f"{direction.value}/{shape}/{place}"
                         ours, plain = self._time_batch(stream, batch, arena.view(-1), host, busy)
-                        ratios[name] = self.median(plain.wall) / self.median(ours.wall)
-                        bandwidths[direction.value] = arena.numel() / plain.wall.median / 2**30
+                        ratios[name] = self.median(plain) / self.median(ours)
+                        bandwidths[direction.value] = arena.numel() / plain.median / 2**30
                         if self.device.type == "cpu":
-                            cpu_ratios[name] = plain.cpu.median / ours.cpu.median
+                            cpu_ratios[name] = max(plain.cpu_median, 1e-9) / max(ours.cpu_median, 1e-9)
             transport = getattr(stream, "transport", None)
         return {
             "ratio": ratios,
@@ -203,9 +167,9 @@ class Bench:
 
     def _time_batch(
         self, stream: CopyStream, batch: CopyBatch, device: Tensor, host: Tensor, busy: threading.Thread
-    ) -> tuple[WallAndCpu, WallAndCpu]:
+    ) -> tuple[Times, Times]:
         destination, source = (device, host) if batch.direction is Direction.HOST_TO_DEVICE else (host, device)
-        ours, plain = WallAndCpu(busy), WallAndCpu(busy)
+        ours, plain, cpu_clock = Times(), Times(), cpu_clock_without(busy)
 
         def through_the_stream() -> None:
             stream.submit(batch, after=stream.compute_stream()).result()
@@ -214,13 +178,10 @@ class Bench:
             destination.copy_(source, non_blocking=True)
             self._synchronize()
 
-        ways = [(ours, through_the_stream), (plain, contiguous)]
-        for _ in range(4 if self.quick else 16):
-            ways.reverse()
-            for timings, copy in ways:
-                self._synchronize()
-                with timings.time():
-                    copy()
+        ways = [(plain, contiguous), (ours, through_the_stream)]
+        for times, copy in take_turns(ways, 4 if self.quick else 16):
+            self._synchronize()
+            times.add(spent(copy, cpu_clock))
         return ours, plain
 
     def _synchronize(self) -> None:
@@ -262,7 +223,7 @@ class Bench:
         """
         num_slabs = (32 if self.quick else 512) * MIB // RECORD_BYTES
         names = ("save", "plain_save", "load", "plain_load", "load_cached", "plain_load_cached")
-        timings = {name: Timings() for name in names}
+        times = {name: Times() for name in names}
         image, plain = self.folder / "bench.image", self.folder / "bench.plain"
         with SlabPool(budget_bytes=num_slabs * RECORD_BYTES, slab_bytes=RECORD_BYTES, pinned=False) as pool:
             handles = pool.acquire(num_slabs)
@@ -270,27 +231,23 @@ class Bench:
                 pool.tensor(handle).random_(0, 256)
             rounds = 2 if self.quick else 6
             savers: list[tuple[str, Callable[[], object]]] = [
-                ("save", lambda: save_image(image, pool, handles)),
                 ("plain_save", lambda: _plain_save(plain, [pool.memory(handle) for handle in handles])),
+                ("save", lambda: save_image(image, pool, handles)),
             ]
-            for _ in range(rounds):
-                savers.reverse()
-                for name, save in savers:
-                    with timings[name].time():
-                        save()
+            for name, save in take_turns(savers, rounds):
+                times[name].add(spent(save))
             plain.unlink()
             # Both ways read one file. They take turns in being first, as above: what lies under a virtual disk may
             # remember a file that was read or written lately, and no call here makes it forget.
-            ways = [("load", self._load), ("plain_load", _plain_load)]
+            ways = [("plain_load", _plain_load), ("load", self._load)]
             for suffix in ("", "_cached"):
-                for _ in range(rounds):
-                    ways.reverse()
-                    for name, load in ways:
-                        _touch_or_forget(image, keep=bool(suffix))
-                        with timings[name + suffix].time():
-                            handles = load(image, pool, handles)
+                for name, read in take_turns(ways, rounds):
+                    _touch_or_forget(image, keep=bool(suffix))
+                    begin = time.perf_counter()
+                    handles = read(image, pool, handles)
+                    times[name + suffix].since(begin)
         image.unlink()
-        medians = {name: self.median(timing) for name, timing in timings.items()}
+        medians = {name: self.median(each) for name, each in times.items()}
         total = num_slabs * RECORD_BYTES / MIB
         return {
             "save_ratio": medians["plain_save"] / medians["save"],
@@ -346,16 +303,12 @@ def _touch_or_forget(path: Path, *, keep: bool) -> None:
 def measure(*, device: torch.device, folder: Path, quick: bool) -> dict[str, Any]:
     """Everything, as the object that is printed."""
     bench = Bench(device=device, folder=folder, quick=quick)
-    load_before = os.getloadavg()[0]
-    gc.collect()
-    gc.disable()  # as `timeit` does: a collection walks everything torch has imported
-    try:
+    load_before = load()
+    with frozen_heap():
         acquire_release_us = bench.acquire_release_us()
         plan_us = bench.plan_runs_us()
         copies = bench.copy_ratios()
         images = bench.image_ratios()
-    finally:
-        gc.enable()
     return {
         "acquire_release_us": acquire_release_us,
         "plan_runs_4096_us": max(plan_us.values()),
@@ -377,16 +330,14 @@ def measure(*, device: torch.device, folder: Path, quick: bool) -> dict[str, Any
 
 
 def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = print) -> None:
-    parser = argparse.ArgumentParser(prog="python -m slab_pool.bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes, few repeats: does it run at all?")
-    parser.add_argument("--threads", type=int, default=1, help="torch's threads (default 1)")
+    parser = command_line("slab_pool", __doc__)
     parser.add_argument("--device", default=None, help="default: cuda where there is one, else cpu")
     parser.add_argument("--folder", type=Path, default=None, help="where image files go (default: a temporary folder)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        write(json.dumps(measure(device=device, folder=Path(folder), quick=options.quick), indent=2))
+        write_result(measure(device=device, folder=Path(folder), quick=options.quick), write)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..engine import Engine
-from ..options import EngineOptions
-from ..request import Failed, Finished, GenerationRequest, NewTokens, SamplingParams
-from .timing import Spent, Times, spent
+from benchmarks.timing import Spent, Times, spent, take_turns
+from qwen35_engine import Engine, EngineOptions, Failed, Finished, GenerationRequest, NewTokens, SamplingParams
 
 __all__ = ["ModelBench", "ModelSizes"]
 
@@ -248,13 +246,10 @@ class ModelBench:
     ) -> float:
         """The reference's median over ours. One turn of each does not count; then each goes first in turn."""
         ours(), reference()
-        sides = [(Times(), ours), (Times(), reference)]
-        (own_times, _), (reference_times, _) = sides
+        own_times, reference_times = Times(), Times()
         self.times |= {name: own_times, f"{name} reference": reference_times}
-        for _ in range(turns):
-            for times, measure in sides:
-                times.all += measure()
-            sides.reverse()
+        for times, measure in take_turns([(own_times, ours), (reference_times, reference)], turns):
+            times.add(*measure())
         return reference_times.median / own_times.median
 
     def _engine(self, *, lanes: int = 1, prefill_chunk: int = 1024) -> Engine:

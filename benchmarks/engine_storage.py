@@ -8,19 +8,19 @@ import threading
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from benchmarks.timing import Spent, Times, spent, take_turns
 from prefix_index import Prompt, Readiness
+from qwen35_engine import Engine, EngineOptions
+from qwen35_engine.cache import LaneMemory, PrefixCache
+from qwen35_engine.host import Image
+from qwen35_engine.memory import DeviceMemory
+from qwen35_engine.options import OUTPUT_WINDOW_TOKENS
 from qwen35_kernels import BLOCK_TOKENS, KVProfile, PageLayout, StateLayout
-
-from ..cache import LaneMemory, PrefixCache
-from ..engine import Engine
-from ..host import Image
-from ..memory import DeviceMemory
-from ..options import OUTPUT_WINDOW_TOKENS, EngineOptions
-from .timing import Spent, Times
 
 __all__ = ["StorageSizes", "admission_times", "restore_times"]
 
@@ -97,15 +97,12 @@ def restore_times(folder: Path, sizes: StorageSizes, *, threads: int) -> dict[st
         times = {name: Times() for name in order}
         table = torch.arange(1 + 2 * blocks, 1 + 2 * blocks + busy_blocks)
         with _passes(engine, table):
-            for turn in range(1 + sizes.restores):
-                for name in order:
-                    begin = Spent.now()
-                    copy(name)
-                    took = Spent.now() - begin
-                    if turn:
-                        times[name].all.append(took)
+            for name in order:
+                copy(name)  # does not count
+            host.poll()
+            for name in take_turns(order[::-1], sizes.restores):
+                times[name].add(spent(partial(copy, name)))
                 host.poll()
-                order.reverse()
     return times
 
 
@@ -177,5 +174,5 @@ def admission_times(sizes: StorageSizes) -> Times:
         took = Spent.now() - begin
         cache.abandon(lane)
         if turn:
-            times.all.append(took)
+            times.add(took)
     return times

@@ -8,10 +8,9 @@ import math
 import pytest
 import torch
 
-from qwen35_engine import bench
-from qwen35_engine.bench.model import ModelSizes
-from qwen35_engine.bench.storage import StorageSizes
-from qwen35_engine.bench.timing import Spent, Times, percentile
+from benchmarks import engine as bench
+from benchmarks.engine_model import ModelSizes
+from benchmarks.engine_storage import StorageSizes
 
 NUMBERS = (
     "prefill_ratio",
@@ -50,20 +49,6 @@ def test_the_quick_bench_prints_one_object_with_every_number(monkeypatch):
     for name, value in result["details"]["cpu_time"].items():
         assert name in NUMBERS
         assert value > 0
-
-
-def test_a_spread_is_called_contended():
-    times = Times(Spent(1.0, 1.0) for _ in range(20))
-    assert not times.contended
-    times.all[-4:] = [Spent(1.5, 1.0)] * 4
-    assert times.contended
-
-
-def test_a_percentile_has_its_share_below_it():
-    values = [float(value) for value in range(100)]
-    assert percentile(values, 0.99) == 99
-    assert percentile(values, 0.5) == 50
-    assert percentile([1.0], 0.99) == 1.0
 
 
 def test_without_transformers_the_bench_says_what_is_missing(monkeypatch, tmp_path):

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from slab_pool import bench
+from benchmarks import slab_pool as bench
 
 PROMISED = ("acquire_release_us", "plan_runs_4096_us", "copy_bandwidth_ratio", "save_ratio", "load_ratio")
 
@@ -29,11 +29,3 @@ def test_the_quick_bench_prints_one_object_with_every_number(tmp_path):
     assert len(ratios) == len(result["details"]["copies"]["cpu_time_ratio"]) == 12
     assert result["copy_bandwidth_ratio"] == min(ratios.values())
     assert os.listdir(tmp_path) == []
-
-
-def test_a_spread_is_called_contended():
-    timings = bench.Timings()
-    timings.seconds = [1.0] * 20
-    assert not timings.contended
-    timings.seconds = [1.0] * 16 + [1.5] * 4
-    assert timings.contended

@@ -1,38 +1,37 @@
-"""Speed of the index on this machine: `python -m prefix_index.bench` prints one JSON object.
+"""`python -m benchmarks.prefix_index`: the speed of the index on this machine, as one JSON object.
 
 Driven through public calls only. Every match gets a fresh equal copy of its prompt, since comparing a bytes object with
 itself would cost nothing. A path is written in so many turns, each of which ends in a snapshot, half with a tail;
-`edges` in a name counts the turns, for a tree with a node a turn has as many. Here a path that nobody left is one edge,
-so `branches` is the same path with somebody else going another way after every turn. Medians; times in microseconds.
+`edges` in a name counts the turns, for a tree with a node a turn has as many. Here a path without a branch is one edge,
+so `branches` is the same path with another path leaving it after every turn. Medians; times in microseconds.
 `floor_startswith_240k_us` is what one compare of such a prompt costs here, the least any exact look-up can take.
-`hash_8k_us` is what the hashes of the blocks of `insert_8k_us` cost: the index derives only the one it needs.
+`hash_8k_us` is what preparing the tokens of `insert_8k_us` as a prompt costs, nearly all of it the hashes of blocks:
+an insert derives only the one it needs.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
-import json
-import os
 import random
-import statistics
 import sys
 import time
 import tracemalloc
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
-from prefix_index.index import PrefixIndex
-from prefix_index.lease import Lease
-from prefix_index.prompt import BlockScheme, Prompt, xxh3_block_hash
-from prefix_index.values import Freed, SnapshotKind
+from benchmarks.command import command_line, load, write_result
+from benchmarks.timing import Times, percentile
+from prefix_index import Freed, Lease, PrefixIndex, Prompt, SnapshotKind
+
+Given = TypeVar("Given")
 
 BLOCK = 64
 TOKEN = 4
 VOCABULARY = 248_320
 PROMPT = 240_000
-SPREAD = 1.3  # a 90th percentile above this multiple of the median means that somebody else used the machine
 
 
 class Numbers:
@@ -61,19 +60,15 @@ def fresh(data: bytes) -> bytes:
     return bytes(bytearray(data))
 
 
-def timed(runs: int, prepare: Callable[[], object], work: Callable[[object], object]) -> list[float]:
-    """Microseconds of `work` on something newly made by `prepare` each time."""
-    times = []
+def timed(runs: int, prepare: Callable[[], Given], work: Callable[[Given], object]) -> Times:
+    """Times of `work` on something newly made by `prepare` each time."""
+    times = Times()
     for _ in range(runs):
         given = prepare()
         begin = time.perf_counter()
         work(given)
-        times.append((time.perf_counter() - begin) * 1e6)
+        times.since(begin)
     return times
-
-
-def percentile(times: list[float], share: float) -> float:
-    return sorted(times)[min(len(times) - 1, int(share * len(times)))]
 
 
 def a_path(numbers: Numbers, tokens: bytes, first: int, turn: int) -> PrefixIndex:
@@ -100,7 +95,7 @@ def a_path(numbers: Numbers, tokens: bytes, first: int, turn: int) -> PrefixInde
 
 
 def leave(index: PrefixIndex, numbers: Numbers, tokens: bytes, first: int, turn: int) -> None:
-    """Let somebody go another way after every turn of `a_path`."""
+    """Insert another path that leaves that of `a_path` after every turn."""
     width = BLOCK * TOKEN
     for end in range(first, len(tokens) // TOKEN, turn):
         depth = end // BLOCK
@@ -111,19 +106,24 @@ def leave(index: PrefixIndex, numbers: Numbers, tokens: bytes, first: int, turn:
         index.release(lease)
 
 
-def bench_match(runs: int, report: dict[str, object], spread: list[float]) -> None:
-    """The 240,000-token look-ups, written in 41 and in 400 turns, and pin + unpin of the first."""
+def bench_match(runs: int, report: dict[str, object]) -> bool:
+    """The 240,000-token look-ups, written in 41 and in 400 turns, and pin + unpin of the first.
+
+    Returns:
+        Whether either look-up was contended.
+    """
+    contended = False
     numbers = Numbers(1)
     tokens = numbers.tokens(PROMPT)
     copy = fresh(tokens)
     bare = PrefixIndex(block_tokens=BLOCK)
-    floor = []
+    floor = Times()
     for _ in range(runs):
         prompt = bare.prepare(fresh(tokens))  # as before every match, so that the caches are in the same state
         begin = time.perf_counter()
         prompt.tokens.startswith(copy)
-        floor.append((time.perf_counter() - begin) * 1e6)
-    report["floor_startswith_240k_us"] = statistics.median(floor)
+        floor.since(begin)
+    report["floor_startswith_240k_us"] = floor.median_us
     for edges, first, turn in ((41, 20_000, 5_500), (400, 20_000, 551)):
         index = a_path(numbers, tokens, first, turn)
 
@@ -131,37 +131,42 @@ def bench_match(runs: int, report: dict[str, object], spread: list[float]) -> No
             return index.prepare(fresh(tokens))
 
         match = index.match(prepare())
-        times = timed(runs, prepare, index.match)  # type: ignore[arg-type]
-        report[f"match_240k_{edges}_edges_us"] = statistics.median(times)
-        spread.append(percentile(times, 0.9) / statistics.median(times))
+        times = timed(runs, prepare, index.match)
+        report[f"match_240k_{edges}_edges_us"] = times.median_us
+        contended = contended or times.contended
         report[f"edges_{edges}"] = index.stats().edges
         report[f"matched_blocks_{edges}"] = match.matched_blocks
         report[f"candidates_{edges}"] = len(match.candidates)
-        times = timed(runs, prepare, lambda given, index=index: list(index.match(given).candidates))  # type: ignore[misc]
-        report[f"match_and_read_all_240k_{edges}_edges_us"] = statistics.median(times)
+        times = timed(runs, prepare, partial(match_and_read, index))
+        report[f"match_and_read_all_240k_{edges}_edges_us"] = times.median_us
         if edges == 41:
             report["matched_blocks"] = match.matched_blocks
             report["candidates"] = len(match.candidates)
-            report["pin_unpin_41_edges_us"] = statistics.median(pin_unpin(index, prepare(), runs))
+            report["pin_unpin_41_edges_us"] = pin_unpin(index, prepare(), runs).median_us
         leave(index, numbers, tokens, first, turn)
-        report[f"match_240k_{edges}_branches_us"] = statistics.median(timed(runs, prepare, index.match))  # type: ignore[arg-type]
+        report[f"match_240k_{edges}_branches_us"] = timed(runs, prepare, index.match).median_us
         report[f"edges_with_{edges}_branches"] = index.stats().edges
         if edges == 41:
-            report["pin_unpin_41_branches_us"] = statistics.median(pin_unpin(index, prepare(), runs))
-    times = timed(runs, lambda: fresh(tokens), PrefixIndex(block_tokens=BLOCK).prepare)
-    report["prepare_240k_us"] = statistics.median(times)
+            report["pin_unpin_41_branches_us"] = pin_unpin(index, prepare(), runs).median_us
+    preparing = timed(runs, lambda: fresh(tokens), PrefixIndex(block_tokens=BLOCK).prepare)
+    report["prepare_240k_us"] = preparing.median_us
+    return contended
 
 
-def pin_unpin(index: PrefixIndex, prompt: Prompt, runs: int) -> list[float]:
+def match_and_read(index: PrefixIndex, prompt: Prompt) -> object:
+    return list(index.match(prompt).candidates)
+
+
+def pin_unpin(index: PrefixIndex, prompt: Prompt, runs: int) -> Times:
     """Acquire and release of the deepest candidate; the match before it is not timed."""
 
-    times = []
+    times = Times()
     for _ in range(max(runs, 200)):
         match = index.match(prompt)
         candidate = match.best
         begin = time.perf_counter()
         index.release(index.acquire(match, candidate))
-        times.append((time.perf_counter() - begin) * 1e6)
+        times.since(begin)
     return times
 
 
@@ -176,17 +181,15 @@ def bench_insert(runs: int, report: dict[str, object]) -> None:
         lease = index.acquire(match, match.best)
         return lease, numbers.tokens(8_192), list(numbers.pages(128))
 
-    times = []
+    times = Times()
     for _ in range(max(runs, 40)):
         lease, run, pages = prepare()
         begin = time.perf_counter()
         index.extend(lease, run, pages)
-        times.append((time.perf_counter() - begin) * 1e6)
+        times.since(begin)
         index.release(lease)
-    report["insert_8k_us"] = statistics.median(times)
-    scheme = BlockScheme(BLOCK, xxh3_block_hash)
-    hashing = timed(max(runs, 40), lambda: numbers.tokens(8_192), lambda run: scheme.chain(0, run, None))  # type: ignore[arg-type]
-    report["hash_8k_us"] = statistics.median(hashing)
+    report["insert_8k_us"] = times.median_us
+    report["hash_8k_us"] = timed(max(runs, 40), lambda: numbers.tokens(8_192), index.prepare).median_us
 
 
 class Trace:
@@ -211,7 +214,7 @@ class Trace:
         free = Free(blocks, slots)
         history = [self.system] * self.CONVERSATIONS
         turn_of = [0] * self.CONVERSATIONS
-        times = []
+        times = Times()
         prompted = resumed = 0
         answers = hashlib.blake2b(digest_size=8)
         for conversation in self.order:
@@ -222,12 +225,12 @@ class Trace:
             prompt = index.prepare(fresh(tokens))
             begin = time.perf_counter()
             frontier = self.turn(index, prompt, whole, free)
-            times.append((time.perf_counter() - begin) * 1e6)
+            times.since(begin)
             prompted += prompt.num_tokens
             resumed += frontier
             answers.update(frontier.to_bytes(4, "little"))
-        report[f"{name}_turn_us"] = statistics.median(times)
-        report[f"{name}_turn_p90_us"] = percentile(times, 0.9)
+        report[f"{name}_turn_us"] = times.median_us
+        report[f"{name}_turn_p90_us"] = percentile(times.wall, 0.9) * 1e6
         report[f"{name}_token_hit_rate"] = resumed / prompted
         return answers.hexdigest()
 
@@ -325,7 +328,7 @@ def bench_memory(tokens: int, report: dict[str, object]) -> None:
 
 def bench_revalue(runs: int, report: dict[str, object]) -> None:
     """Publish a boundary above 1,000 snapshots and derive every value that changes."""
-    times = []
+    times = Times()
     for _ in range(runs):
         numbers = Numbers(5)
         index = PrefixIndex(block_tokens=BLOCK)
@@ -341,9 +344,9 @@ def bench_revalue(runs: int, report: dict[str, object]) -> None:
         begin = time.perf_counter()
         done = index.publish(lease, 4 * BLOCK, slot=numbers.next_slot(), kind=SnapshotKind.BOUNDARY)
         index.value(done.snapshot)
-        times.append((time.perf_counter() - begin) * 1e6)
+        times.since(begin)
         index.release(lease)
-    report["revalue_1000_dependents_us"] = statistics.median(times)
+    report["revalue_1000_dependents_us"] = times.median_us
 
 
 def bench_eviction(report: dict[str, object], sizes: tuple[int, ...]) -> None:
@@ -357,29 +360,29 @@ def bench_eviction(report: dict[str, object], sizes: tuple[int, ...]) -> None:
             lease = index.acquire(index.match(index.prepare(b"")))
             index.extend(lease, numbers.random.randbytes(per_path * BLOCK * TOKEN), numbers.pages(per_path))
             index.release(lease)
-        times = timed(min(500, size // 2), lambda: None, lambda _, index=index: index.evict_device(1))  # type: ignore[misc]
-        curve[str(size)] = statistics.median(times)
+        times = timed(min(500, size // 2), lambda: 1, index.evict_device)
+        curve[str(size)] = times.median_us
     report["evict_one_of_n_us"] = curve
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the prefix index on this machine.")
-    parser.add_argument("--quick", action="store_true", help="fewer runs and a smaller eviction curve, under 30 s")
-    quick = parser.parse_args().quick
+def measure(*, quick: bool) -> dict[str, object]:
+    """Everything, as the object that is printed."""
     runs = 25 if quick else 101
-    report: dict[str, object] = {"python": sys.version.split()[0], "load": os.getloadavg()[0], "quick": quick}
-    spread: list[float] = []
-    bench_match(runs, report, spread)
+    report: dict[str, object] = {"python": sys.version.split()[0], "load": load(), "quick": quick}
+    contended = bench_match(runs, report)
     bench_insert(runs, report)
     trace = Trace(Trace.TURNS)
-    checksum = trace.run(12_000, 4_096, report, "agent_trace")
-    report["trace_checksum"] = checksum
+    report["trace_checksum"] = trace.run(12_000, 4_096, report, "agent_trace")
     trace.run(200_000, 8_192, report, "agent_trace_no_pressure")
     bench_memory(1_000_000 if quick else 5_000_000, report)
     bench_revalue(20 if quick else 50, report)
     bench_eviction(report, (1_000, 100_000) if quick else (1_000, 30_000, 1_000_000))
-    report["contended"] = max(spread) > SPREAD
-    print(json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in report.items()}))
+    return report | {"contended": contended}
+
+
+def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = print) -> None:
+    options = command_line("prefix_index", __doc__, threads=False).parse_args(arguments)
+    write_result(measure(quick=options.quick), write)
 
 
 if __name__ == "__main__":

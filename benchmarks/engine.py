@@ -1,17 +1,14 @@
-"""``python -m qwen35_engine.bench``: the engine's speed on this machine, as one JSON object.
+"""``python -m benchmarks.engine``: the engine's speed on this machine, as one JSON object.
 
 Every ratio is one of medians, the two sides having taken turns in one process, and is above 1 where ours is faster;
 ``warm_ttft_ratio`` alone is our time over the other. ``"contended": true`` says that some times varied by more than
-30 % around their median, so that they tell more of the neighbours than of the engine. For that case the details hold
-the same ratios of processor times, which neighbours disturb less; they mean something on one thread only.
+30 % around their median, so that they tell more of the machine's other work than of the engine. For that case the
+details hold the same ratios of processor times, which other processes disturb less; they mean something on one thread
+only.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +18,10 @@ from typing import Any
 
 import torch
 
-from .model import ModelBench, ModelSizes
-from .storage import StorageSizes, admission_times, restore_times
-from .timing import Times, percentile
+from benchmarks.command import command_line, load, write_result
+from benchmarks.engine_model import ModelBench, ModelSizes
+from benchmarks.engine_storage import StorageSizes, admission_times, restore_times
+from benchmarks.timing import Times, frozen_heap, percentile
 
 __all__ = ["FULL", "QUICK", "Sizes", "main", "measure"]
 
@@ -51,13 +49,11 @@ def measure(sizes: Sizes, *, threads: int = 1) -> dict[str, Any]:
         RuntimeError: transformers cannot be imported.
     """
     torch.set_num_threads(threads)
-    load = os.getloadavg()[0]
+    load_before = load()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = ModelBench(folder, sizes.model, threads=threads)
-        gc.collect()
-        gc.freeze()  # as `timeit` does without collections: one walks everything that torch and transformers hold
-        try:
+        with frozen_heap():
             result: dict[str, Any] = {
                 "prefill_ratio": model.prefill_ratio(),
                 "decode_1_ratio": model.decode_ratio(1),
@@ -67,14 +63,12 @@ def measure(sizes: Sizes, *, threads: int = 1) -> dict[str, Any]:
             }
             restores = restore_times(folder, sizes.storage, threads=threads)
             admissions = admission_times(sizes.storage)
-        finally:
-            gc.unfreeze()
     times = model.times | restores | {"admission": admissions}
     result["restore_bandwidth_ratio"] = times["restore reference"].median / times["restore"].median
-    result["quote_stage_240k_p99_ms"] = percentile([each.wall for each in admissions.all], 0.99) * 1e3
+    result["quote_stage_240k_p99_ms"] = percentile(admissions.wall, 0.99) * 1e3
     return result | {
         "threads": threads,
-        "load": load,
+        "load": load_before,
         "contended": any(each.contended for each in times.values()),
         "details": _details(times),
     }
@@ -87,7 +81,7 @@ def _details(times: dict[str, Times]) -> dict[str, Any]:
     return {
         "reference": f"transformers {version('transformers')}, torch {version('torch')}",
         "median_ms": {name: each.median * 1e3 for name, each in times.items()},
-        # A restore is the work of a thread that nobody here has a clock of.
+        # A restore is the work of a thread whose clock is not read here.
         "cpu_median_ms": {
             name: each.cpu_median * 1e3 for name, each in times.items() if not name.startswith("restore")
         },
@@ -97,7 +91,7 @@ def _details(times: dict[str, Times]) -> dict[str, Any]:
             "decode_8_ratio": ratio("decode 8"),
             "warm_ttft_ratio": 1 / ratio("warm turn"),
             "step_overhead_us": times["decode 1 outside the model"].cpu_median * 1e6,
-            "quote_stage_240k_p99_ms": percentile([each.cpu for each in times["admission"].all], 0.99) * 1e3,
+            "quote_stage_240k_p99_ms": percentile(times["admission"].cpu, 0.99) * 1e3,
         },
         "step_overhead_8_us": times["decode 8 outside the model"].median * 1e6,
         "restore_short_ratio": times["restore short reference"].median / times["restore short"].median,
@@ -107,9 +101,10 @@ def _details(times: dict[str, Times]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = print) -> None:
-    parser = argparse.ArgumentParser(prog="python -m qwen35_engine.bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="shorter prompts, few repeats: does it run at all?")
-    parser.add_argument("--threads", type=int, default=1, help="torch's threads, of both sides (default 1)")
-    options = parser.parse_args(arguments)
+    options = command_line("engine", __doc__).parse_args(arguments)
     result = measure(QUICK if options.quick else FULL, threads=options.threads)
-    write(json.dumps(result | {"quick": options.quick}, indent=2))
+    write_result(result | {"quick": options.quick}, write)
+
+
+if __name__ == "__main__":
+    main()
