@@ -203,7 +203,7 @@ class ModelBench:
         context, steps = self.sizes.context, self.sizes.steps
         outside: list[list[Spent]] = []
         with self._engine(lanes=lanes) as engine:
-            model = _Stopwatch(engine._model, "prefill", "decode", "logits")
+            model = _Stopwatch(engine.parts.model, "prefill", "decode", "logits")
             ratio = self._compare(f"decode {lanes}", ours, reference, self.sizes.decode_turns)
         self.times[f"decode {lanes} outside the model"] = Times(itertools.chain.from_iterable(outside[1:]))
         return ratio

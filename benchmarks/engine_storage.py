@@ -14,12 +14,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.timing import Spent, Times, spent, take_turns
-from prefix_index import Prompt, Readiness
-from qwen35_engine import Engine, EngineOptions
-from qwen35_engine.cache import LaneMemory, PrefixCache
+from prefix_index import Readiness
+from qwen35_engine import Engine, EngineOptions, GenerationRequest, TokenStream
+from qwen35_engine.cache import PrefixCache
 from qwen35_engine.host import Image
 from qwen35_engine.memory import DeviceMemory
+from qwen35_engine.metrics import Stopwatch
 from qwen35_engine.options import OUTPUT_WINDOW_TOKENS
+from qwen35_engine.sequence import Sequence
 from qwen35_kernels import BLOCK_TOKENS, KVProfile, PageLayout, StateLayout
 
 __all__ = ["StorageSizes", "admission_times", "restore_times"]
@@ -65,7 +67,7 @@ def restore_times(folder: Path, sizes: StorageSizes, *, threads: int) -> dict[st
     shuffled = random.Random(0)
     with Engine.from_folder(folder, options) as engine:
         # The engine has nothing to do; its parts are driven from here, the worker's thread being idle.
-        host, memory = engine._host, engine._model._memory
+        host, memory = engine.parts.host, engine.parts.memory
         assert host is not None
         slabs = host.acquire(2 * blocks)
         image = Image(1, host.acquire(host.image_slabs))
@@ -114,7 +116,7 @@ def _passes(engine: Engine, table: torch.Tensor) -> Iterator[None]:
 
     def compute() -> None:
         while not stop.is_set():
-            engine._model.prefill(tokens=tokens, base=0, block_table=table, slot=2)
+            engine.parts.model.prefill(tokens=tokens, base=0, block_table=table, slot=2)
 
     thread = threading.Thread(target=compute, name="bench-passes", daemon=True)
     thread.start()
@@ -156,23 +158,36 @@ def admission_times(sizes: StorageSizes) -> Times:
     tokens = array("i", [numbers.randrange(248_320) for _ in range(sizes.prompt + BLOCK_TOKENS)])
     for turn in range(1, 1 + sizes.edges):
         end = sizes.prompt * turn // sizes.edges
-        quote = cache.quote(cache.index.prepare(tokens[:end]), total_tokens=end)
-        lane = cache.start(quote)
-        cache.finish(lane, tokens[:end], end)
+        sequence = _waiting(cache, tokens[:end])
+        cache.lanes.start(sequence, cache.quote(sequence.prompt, total_tokens=end))
+        sequence.computed = end
+        cache.finish(sequence)
 
-    def admit(prompt: Prompt) -> LaneMemory:
-        quote = cache.quote(prompt, total_tokens=total_tokens)
+    def admit(sequence: Sequence) -> None:
+        quote = cache.quote(sequence.prompt, total_tokens=total_tokens)
         if quote.readiness is not Readiness.READY or quote.source is None or quote.source.frontier != sizes.prompt:
             raise RuntimeError(f"the bench's prompt must resume at {sizes.prompt}, got {quote!r}")
-        return cache.start(quote)
+        cache.lanes.start(sequence, quote)
 
     times = Times()
     for turn in range(1 + sizes.admissions):
-        prompt = cache.index.prepare(tokens[:])  # compared byte by byte, as those of a new request are
+        sequence = _waiting(cache, tokens[:])  # compared byte by byte, as those of a new request are
         begin = Spent.now()
-        lane = admit(prompt)
+        admit(sequence)
         took = Spent.now() - begin
-        cache.abandon(lane)
+        cache.abandon(sequence)
         if turn:
             times.add(took)
     return times
+
+
+def _waiting(cache: PrefixCache, tokens: array[int]) -> Sequence:
+    return Sequence(
+        stream=TokenStream(0, lambda *_: None, None),
+        request=GenerationRequest(tokens=tokens),
+        prompt=cache.index.prepare(tokens),
+        tokens=tokens,
+        max_tokens=1,
+        seed=0,
+        times=Stopwatch(0.0),
+    )
