@@ -1,7 +1,8 @@
 """What holds for every test of the repository.
 
 Hypothesis: the default profile repeats itself, so that a run tells of the change it tests and not of luck;
-``--hypothesis-profile=long`` searches on. Files: what a user keeps between runs is neither read nor written.
+``share`` does so with more examples, and ``--hypothesis-profile=long`` searches on. Files: what a user keeps between
+runs is neither read nor written.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("share", deadline=None, derandomize=True, max_examples=200, print_blob=True)
 settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile("default")
 

@@ -6,6 +6,7 @@ against the direction (serve -> engine -> index, pool, kernels) fails there.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,16 @@ PACKAGES = {
 }
 STACK = "stack"
 
+STATE_MACHINES = (
+    "packages/prefix_index/tests/test_stateful.py",
+    "packages/slab_pool/tests/test_pool.py",
+    "packages/engine/tests/test_loop.py",
+)
+
+# What a change does not have to wait for; see the markers in pyproject.toml.
+SLOW = ("soak", "compile", "readme")
+QUICK = " and ".join(f"not {marker}" for marker in SLOW)
+
 
 def install(session: nox.Session, *packages: str, tests_of: tuple[str, ...] = (), extra: tuple[str, ...] = ()) -> None:
     """Install packages from this checkout in one resolution, so that siblings come from here and not from an index."""
@@ -53,10 +64,12 @@ def pytest(session: nox.Session, *arguments: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff: rules and format."""
-    session.install("-c", "constraints.txt", "ruff")
+    """ruff: rules and format. import-linter: the contracts between the packages and inside them."""
+    session.install("-c", "constraints.txt", "ruff", "import-linter")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    sources = os.pathsep.join(str(ROOT / "packages" / name / "src") for name in PACKAGES)  # read, never imported
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": sources})
 
 
 @nox.session
@@ -73,17 +86,27 @@ def tests(session: nox.Session, part: str) -> None:
     if part == STACK:
         install(session, *PACKAGES, tests_of=tuple(PACKAGES))
         # The index alone needs neither torch nor transformers; its example with both runs here.
-        pytest(session, "tests", "packages/prefix_index/tests/test_examples.py")
+        pytest(session, "-m", QUICK, "tests", "packages/prefix_index/tests/test_examples.py")
         return
     install(session, *PACKAGES[part].needs, part, tests_of=(part,))
-    pytest(session, f"packages/{part}/tests")
+    pytest(session, "-m", QUICK, f"packages/{part}/tests")
 
 
 @nox.session(default=False)
-def property(session: nox.Session) -> None:
-    """The stateful property tests with a long Hypothesis profile."""
+@nox.parametrize("marker", [nox.param(marker, id=marker) for marker in SLOW])
+def slow(session: nox.Session, marker: str) -> None:
+    """One kind of test that takes long, in all packages; CI runs each kind."""
     install(session, *PACKAGES, tests_of=tuple(PACKAGES))
-    pytest(session, "--hypothesis-profile=long", *(f"packages/{name}/tests" for name in PACKAGES))
+    pytest(session, "-m", marker, "packages", "tests")
+
+
+@nox.session(default=False)
+@nox.parametrize("profile", [nox.param(profile, id=profile) for profile in ("share", "long")])
+def property(session: nox.Session, profile: str) -> None:
+    """Property tests with more examples: of the state machines (``share``, in CI), or of everything (``long``)."""
+    install(session, *PACKAGES, tests_of=tuple(PACKAGES))
+    where = STATE_MACHINES if profile == "share" else [f"packages/{name}/tests" for name in PACKAGES]
+    pytest(session, f"--hypothesis-profile={profile}", "-m", QUICK, *where)
 
 
 @nox.session(default=False)

@@ -120,7 +120,7 @@ class Schedules(RuleBasedStateMachine):
 
 
 Schedules.TestCase.settings = settings(
-    max_examples=2000 if settings.get_current_profile_name() == "long" else 25,
+    max_examples={"long": 2000, "share": 200}.get(settings.get_current_profile_name(), 25),
     stateful_step_count=40,
     suppress_health_check=list(HealthCheck),
 )

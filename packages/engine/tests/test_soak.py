@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -100,6 +101,7 @@ class Soak:
         rig.check_nothing_is_lost()
 
 
+@pytest.mark.soak
 def test_ten_thousand_requests_leave_nothing_behind() -> None:
     """Objects and resident memory over all of them; traced memory, for tracing is slow, over the last few."""
     seed = 20261130

@@ -112,6 +112,7 @@ def problems(kernel: dict[str, Any], capability: int) -> list[str]:
     return found
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_every_kernel_compiles_within_its_means(capability: int) -> None:
     # The choice is ours, launch by launch; the variable only keeps the compiler from warning that it was

@@ -1,0 +1,1 @@
+"""Checkpoint folders in the Hugging Face layout: what they say of the model, and their tensors."""

@@ -1,0 +1,1 @@
+"""The model: which op reads which weight, record and slot."""
