@@ -26,7 +26,9 @@ BODY = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_t
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine.from_folder(demo_folder(), EngineOptions(threads=1, max_context=512, host_cache_mib=16)) as engine:
+    with Engine.from_folder(
+        demo_folder(), EngineOptions(threads=1, calibrate=False, max_context=512, host_cache_mib=16)
+    ) as engine:
         yield engine
 
 
@@ -68,7 +70,7 @@ CALL = "<tool_call>\n<function=look>\n<parameter=name>\nAna\n</parameter>\n</fun
 def test_an_answer_may_be_kept_to_one_tool_call(parallel: bool | None, calls: int, stream: bool) -> None:
     text = ChatText(demo_folder(), vocab_size=read_config(demo_folder()).vocab_size)
     script = Script(text.encode(f"{CALL}\n{CALL}\n{CALL}<|im_end|>"))
-    options = EngineOptions(threads=1, max_context=512, host_cache_mib=0)
+    options = EngineOptions(threads=1, calibrate=False, max_context=512, host_cache_mib=0)
     with Engine.from_folder(demo_folder(), options, sampler=script) as engine:
         app = create_app(engine, text, model_name="demo", created=7)
         tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -215,7 +217,9 @@ def test_a_fault_of_the_server_is_a_500_that_tells_nothing(
 
 
 def test_a_closed_engine_is_503() -> None:
-    engine = Engine.from_folder(demo_folder(), EngineOptions(threads=1, max_context=512, host_cache_mib=16))
+    engine = Engine.from_folder(
+        demo_folder(), EngineOptions(threads=1, calibrate=False, max_context=512, host_cache_mib=16)
+    )
     app = create_app(engine, ChatText(demo_folder(), vocab_size=engine.config.vocab_size), model_name="demo", created=0)
     engine.close()
     assert send(app, "GET", "/health").status_code == 503

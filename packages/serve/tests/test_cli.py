@@ -112,8 +112,8 @@ def test_sigint_ends_in_order_while_an_answer_runs() -> None:
     ("arguments", "complaint"),
     [
         (["--model", "/no/such/folder"], "/no/such/folder: not a folder"),
-        (["--model", "demo", "--max-concurrency", "0"], "max_concurrency must be between 1 and 256, got 0"),
-        (["--model", "demo", "--max-context", "99999"], "max_context must be at most the model's 32768 positions"),
+        (["--model", "demo", "--max-concurrency", "0"], "--max-concurrency must be between 1 and 256, got 0"),
+        (["--model", "demo", "--max-context", "99999"], "--max-context must be at most the model's 32768 positions"),
         (["--model", "demo", "--port", "99999"], "--port must be between 0 and 65535, got 99999"),
         (["--model", "demo", "--host", "203.0.113.1"], "cannot listen on 203.0.113.1 port 8080"),
     ],
