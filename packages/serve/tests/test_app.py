@@ -62,6 +62,19 @@ class Script:
         return [self.ids[row.step] for row in rows]
 
 
+class Gate:
+    """A sampler that waits until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+        self.reached.set()
+        assert self.open.wait(timeout=60)
+        return [1 for _ in rows]
+
+
 CALL = "<tool_call>\n<function=look>\n<parameter=name>\nAna\n</parameter>\n</function>\n</tool_call>"
 
 
@@ -175,6 +188,47 @@ def test_no_work_on_a_prompt_holds_up_other_streams(
     assert send(app, "POST", route, json=BODY | prompt).status_code == 200
     assert threads
     assert threading.current_thread() not in threads  # it runs the event loop
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [("/v1/chat/completions", BODY), ("/v1/completions", {"prompt": "hi"}), ("/v1/completions", b"{")],
+)
+def test_a_full_queue_refuses_before_any_work_on_the_prompt(
+    monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any] | bytes
+) -> None:
+    """Scenario 27: nothing is parsed, rendered, tokenised or hashed for an answer that is 429 anyway."""
+    gate = Gate()
+    options = EngineOptions(threads=1, calibrate=False, max_context=512, max_concurrency=1, max_pending=0)
+    with Engine.from_folder(demo_folder(), options, sampler=gate) as engine:
+        text = ChatText(demo_folder(), vocab_size=engine.config.vocab_size)
+        app = create_app(engine, text, model_name="demo", created=7)
+        busy = engine.submit(GenerationRequest(tokens=[1, 2, 3], max_tokens=1))
+        assert gate.reached.wait(timeout=60)
+        with monkeypatch.context() as patch:
+            for module in ("chat.parse_chat_request", "completions.parse_completion_request"):
+                patch.setattr(f"qwen35_serve.{module}", lambda *_: pytest.fail("the body was parsed"))
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            response = send(app, "POST", route, content=content)
+        assert response.status_code == 429
+        assert error_of(response)["code"] == "server_overloaded"
+        assert error_of(response)["param"] is None
+        assert engine.stats().refused == {"queue_full": 1, "too_long": 0, "invalid": 0}
+        gate.open.set()
+        list(busy)
+        assert send(app, "POST", "/v1/chat/completions", json=BODY).status_code == 200
+        assert engine.stats().refused["queue_full"] == 1
+
+
+def test_a_queue_that_fills_while_a_prompt_is_rendered_refuses_it_once(
+    app: Starlette, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = engine.stats().refused["queue_full"]
+    monkeypatch.setattr(engine, "require_room", lambda: None)
+    monkeypatch.setattr(engine._worker, "_max_open", 0)
+    response = send(app, "POST", "/v1/chat/completions", json=BODY)
+    assert response.status_code == 429
+    assert engine.stats().refused["queue_full"] == before + 1
 
 
 def test_a_prompt_as_long_as_the_context_is_400(app: Starlette) -> None:

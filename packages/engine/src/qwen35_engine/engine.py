@@ -6,7 +6,8 @@ import secrets
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -48,9 +49,9 @@ _PROFILES = {torch.float32: KVProfile.FP32, torch.bfloat16: KVProfile.BF16}
 class EngineStats:
     """What runs, what waits, what ended requests add up to, the cache's gauges, and the index's gauges and counters.
 
-    Of those running, ``prefilling`` are still in their prompt. ``refused`` counts what ``submit`` turned away, by
-    reason: ``queue_full``, ``too_long``, ``invalid``; no total has it. ``unheard`` counts reports that the engine's
-    listener failed to take.
+    Of those running, ``prefilling`` are still in their prompt. ``refused`` counts what ``submit`` and ``require_room``
+    turned away, by reason: ``queue_full``, ``too_long``, ``invalid``; no total has it. ``unheard`` counts reports that
+    the engine's listener failed to take.
     """
 
     running: int
@@ -206,8 +207,25 @@ class Engine:
             QueueFull: too many requests wait.
             EngineClosed: the engine is closed.
         """
-        try:
+        with self._refusals_counted():
             return self._submit(request, notify)
+
+    def require_room(self) -> None:
+        """Refuse a request before any work on its prompt, where ``submit`` would refuse it for want of room.
+
+        A refusal counts as one of ``submit``'s. The room is not reserved: ``submit`` may still find none.
+
+        Raises:
+            QueueFull: too many requests wait.
+            EngineClosed: the engine is closed.
+        """
+        with self._refusals_counted():
+            self._worker.require_room()
+
+    @contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        try:
+            yield
         except (RequestError, QueueFull) as error:
             with self._refusing:
                 self._refused[_REFUSALS[type(error)]] += 1

@@ -11,12 +11,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from qwen35_engine import Engine, RequestLog
+from qwen35_engine import Engine, EngineError, RequestLog
 
 from .cache_page import cache_page
 from .chat import ChatService
 from .completions import CompletionService
-from .errors import BodyTooLarge, InvalidRequest, ServeError, Unavailable, require_model
+from .errors import BodyTooLarge, InvalidRequest, ServeError, Unavailable, from_engine, require_model
 from .text import ChatText
 
 __all__ = ["create_app"]
@@ -43,11 +43,20 @@ def create_app(
     completion = CompletionService(engine, text, model_name=model_name)
     card = {"id": model_name, "object": "model", "created": created, "owned_by": "qwen35-serve"}
 
+    async def body_of(request: Request) -> bytes:
+        body = await _read_body(request)
+        # Before any work on the prompt. The body is read first: a client that is still sending reads no answer.
+        try:
+            engine.require_room()
+        except EngineError as error:
+            raise from_engine(error, prompt=None) from error
+        return body
+
     async def chat_completions(request: Request) -> Response:
-        return await chat.respond(request, await _read_body(request))
+        return await chat.respond(request, await body_of(request))
 
     async def completions(request: Request) -> Response:
-        return await completion.respond(request, await _read_body(request))
+        return await completion.respond(request, await body_of(request))
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [card]})

@@ -113,7 +113,7 @@ def require_model(requested: str, *, served: str) -> None:
         raise ModelNotFound(f"model: this server serves {served!r}", param="model", code="model_not_found")
 
 
-def from_engine(error: EngineError, *, prompt: str) -> ServeError:
+def from_engine(error: EngineError, *, prompt: str | None) -> ServeError:
     """What a client is told of an error of the engine; ``prompt`` is the field that its prompt came in."""
     match error:
         case ContextLengthExceeded():
