@@ -258,5 +258,6 @@ def test_lines_of_the_request_log_are_counted(tmp_path: Path) -> None:
         with Engine.from_folder(demo_folder(), options, on_request=log) as engine:
             app = app_of(engine, log)
             ask(app, CHAT, body(CHAT, "hi"))
+            log.flush()
             assert page(app)["request_log"] == {"written": 1, "lost": 0}
             assert len((tmp_path / "log").read_text().splitlines()) == 2
