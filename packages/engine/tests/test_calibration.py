@@ -111,7 +111,7 @@ def test_the_rate_of_copies_follows_the_copies() -> None:
     rate = CopyRate()
     assert rate.bytes_per_second is None
     rate.add(1000, 1.0)  # too small to tell
-    rate.add(GIB, 0.0)  # nobody has looked at a clock
+    rate.add(GIB, 0.0)  # took no measurable time
     assert rate.bytes_per_second is None
     rate.add(GIB, 0.5)
     assert rate.bytes_per_second == pytest.approx(2 * GIB)

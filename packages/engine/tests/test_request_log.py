@@ -51,7 +51,7 @@ def validate(line: dict[str, Any]) -> None:
     fields = documented(line["event"])
     assert set(line) == set(fields)
     for name, value in line.items():
-        # A boolean is an integer to Python, but not to who reads the page.
+        # A boolean is an integer to Python, but not to a reader of the page.
         assert type(value) in fields[name], f"{name}: {value!r} is no {fields[name]}"
     if line["event"] == "request":
         assert line["outcome"] in ("stop", "length", "cancelled", "failed")

@@ -71,7 +71,7 @@ def test_a_call_with_typed_arguments() -> None:
 @pytest.mark.parametrize(
     "value", ["NaN", "-Infinity", "[1e999]", '{"a": NaN}', '"\\ud800"', '{"\\ud800": 1}', "[" * 100_000, "9" * 5000]
 )
-def test_what_is_no_json_to_everybody_stays_text(value: str) -> None:
+def test_what_is_not_standard_json_stays_text(value: str) -> None:
     call = f"<tool_call>\n<function=look_up>\n<parameter=any>\n{value}\n</parameter>\n</function>\n</tool_call>"
     (called,) = parse(call, tools=True)
     assert called == CalledTool("look_up", json.dumps({"any": value}))

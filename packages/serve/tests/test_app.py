@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -229,6 +230,29 @@ def test_a_queue_that_fills_while_a_prompt_is_rendered_refuses_it_once(
     response = send(app, "POST", "/v1/chat/completions", json=BODY)
     assert response.status_code == 429
     assert engine.stats().refused["queue_full"] == before + 1
+
+
+def test_a_client_that_leaves_before_the_first_event_cancels_its_request() -> None:
+    gate = Gate()
+    options = EngineOptions(threads=1, calibrate=False, max_context=512, max_concurrency=1, host_cache_mib=0)
+    with Engine.from_folder(demo_folder(), options, sampler=gate) as engine:
+        text = ChatText(demo_folder(), vocab_size=engine.config.vocab_size)
+        app = create_app(engine, text, model_name="demo", created=7)
+        body = json.dumps(BODY | {"stream": True, "max_tokens": 400}).encode()
+        came = iter([{"type": "http.request", "body": body}, {"type": "http.disconnect"}])
+
+        async def receive() -> dict[str, Any]:
+            return next(came)
+
+        async def send(message: Any) -> None:
+            await asyncio.Event().wait()  # nothing is read any more
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+        asyncio.run(app(scope, receive, send))  # type: ignore[arg-type]
+        gate.open.set()
+        list(engine.submit(GenerationRequest(tokens=[1, 2, 3], max_tokens=1)))
+        totals = engine.stats().totals
+        assert (totals.requests, totals.cancelled) == (2, 1)
 
 
 def test_a_prompt_as_long_as_the_context_is_400(app: Starlette) -> None:

@@ -33,11 +33,11 @@ def create_app(
     """The application over a running engine.
 
     Args:
-        engine: answers; closing it is the caller's business.
+        engine: answers; the caller closes it.
         text: tokenizer and template of the engine's model.
         model_name: the name clients use.
         created: start of the server, seconds since the epoch.
-        request_log: the engine's listener, if it writes one; closing it is the caller's business as well.
+        request_log: the engine's listener, if it is one; the caller closes it.
     """
     chat = ChatService(engine, text, model_name=model_name)
     completion = CompletionService(engine, text, model_name=model_name)
@@ -115,7 +115,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # for the record: the client has left
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
