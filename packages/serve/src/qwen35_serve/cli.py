@@ -34,7 +34,14 @@ _BACKLOG = 2048
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the server. Returns the exit code: 0 after an orderly stop, 2 when it cannot start as asked."""
+    """Run the server until a signal stops it.
+
+    Args:
+        arguments: the words after the program's name; None takes those of the process.
+
+    Returns:
+        The exit code: 0 after an orderly stop, 2 where it cannot start as asked, which one line says.
+    """
     try:
         given = _read(sys.argv[1:] if arguments is None else arguments)
         try:
@@ -51,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    """Complains in one line, as everything else here does."""
+
     def error(self, message: str) -> NoReturn:
         raise SettingsError(message)
 
@@ -134,8 +143,8 @@ def _serve(settings: ServerSettings) -> None:
 def _stop_on_signals(server: uvicorn.Server) -> None:
     """Have the server stop also on a signal that comes before it listens for signals itself.
 
-    It raises those that stopped it once more at its end: there is nothing left to interrupt by then, and the engine is
-    still to be closed.
+    At its end it raises the signals that stopped it once more: there is nothing left to interrupt by then, and the
+    engine is still to be closed.
     """
 
     def stop(*_: object) -> None:

@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class End:
-    """How it ended, ``stop`` or ``length``, and what it cost."""
+    """The last item: how the answer ended, ``stop`` or ``length``, and what it cost."""
 
     reason: str
     usage: Usage
