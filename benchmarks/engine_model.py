@@ -256,6 +256,7 @@ class ModelBench:
         options = EngineOptions(
             device="cpu",
             dtype="float32",
+            calibrate=False,
             threads=self._threads,
             max_context=_MAX_POSITION,
             max_concurrency=lanes,

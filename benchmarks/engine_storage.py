@@ -58,6 +58,7 @@ def restore_times(folder: Path, sizes: StorageSizes, *, threads: int) -> dict[st
     options = EngineOptions(
         device="cpu",
         dtype="float32",
+        calibrate=False,
         threads=threads,
         max_context=BLOCK_TOKENS,
         max_concurrency=1,

@@ -105,7 +105,9 @@ def asked() -> list[list[Question]]:
 @pytest.fixture(scope="module")
 def cold(asked: list[list[Question]]) -> Iterator[dict[int, str]]:
     """The answer to each question, by its identity, of an engine that reuses nothing."""
-    with Engine.from_folder(demo_folder(), EngineOptions(threads=1, host_cache_mib=0, prefix_reuse=False)) as engine:
+    with Engine.from_folder(
+        demo_folder(), EngineOptions(threads=1, calibrate=False, host_cache_mib=0, prefix_reuse=False)
+    ) as engine:
         talk = Talk(engine)
         yield {id(one): talk.ask(one)[0] for questions in asked for one in questions}
         assert talk.cached_tokens == 0
@@ -130,7 +132,7 @@ def test_cold_answers_are_right(asked: list[list[Question]], cold: dict[int, str
 
 def test_interleaved_and_warm(asked: list[list[Question]], cold: dict[int, str]) -> None:
     """One turn of each conversation at the same time, then the next of each."""
-    with Engine.from_folder(demo_folder(), EngineOptions(threads=1, host_cache_mib=0)) as engine:
+    with Engine.from_folder(demo_folder(), EngineOptions(threads=1, calibrate=False, host_cache_mib=0)) as engine:
         talk = Talk(engine)
         for turn in zip(*asked, strict=True):
             assert not wrong(cold, list(turn), talk.ask(*turn))
@@ -139,7 +141,7 @@ def test_interleaved_and_warm(asked: list[list[Question]], cold: dict[int, str])
 
 def test_resumed_in_the_middle(asked: list[list[Question]], cold: dict[int, str]) -> None:
     """The conversations go on to their ends; then each is asked again from the middle, last question first."""
-    with Engine.from_folder(demo_folder(), EngineOptions(threads=1, host_cache_mib=0)) as engine:
+    with Engine.from_folder(demo_folder(), EngineOptions(threads=1, calibrate=False, host_cache_mib=0)) as engine:
         talk = Talk(engine)
         for questions in asked:
             for one in questions:
@@ -153,7 +155,13 @@ def test_resumed_in_the_middle(asked: list[list[Question]], cold: dict[int, str]
 def test_restored_from_the_host(asked: list[list[Question]], cold: dict[int, str]) -> None:
     """A device too small for two conversations, so that each turn finds its history on the Host."""
     options = EngineOptions(
-        threads=1, max_context=384, kv_capacity=384, max_concurrency=1, device_snapshot_slots=1, host_cache_mib=64
+        threads=1,
+        calibrate=False,
+        max_context=384,
+        kv_capacity=384,
+        max_concurrency=1,
+        device_snapshot_slots=1,
+        host_cache_mib=64,
     )
     with Engine.from_folder(demo_folder(), options) as engine:
         talk = Talk(engine)
@@ -168,7 +176,7 @@ def test_restored_from_the_host(asked: list[list[Question]], cold: dict[int, str
 
 def test_pages_of_another_conversation_are_noticed(asked: list[list[Question]], cold: dict[int, str]) -> None:
     """The comparison can fail: between two turns every cached page becomes another one's, and with it what was told."""
-    with Engine.from_folder(demo_folder(), EngineOptions(threads=1, host_cache_mib=0)) as engine:
+    with Engine.from_folder(demo_folder(), EngineOptions(threads=1, calibrate=False, host_cache_mib=0)) as engine:
         talk = Talk(engine)
         first, second = list(zip(*asked, strict=True))[2:4]
         assert not wrong(cold, list(first), talk.ask(*first))
@@ -184,7 +192,7 @@ def test_states_of_another_conversation_are_noticed(
     asked: list[list[Question]], cold: dict[int, str], damaged: bool
 ) -> None:
     """Resumed between whom a question is about and what it asks for, the state alone knows the name."""
-    with Engine.from_folder(demo_folder(), EngineOptions(threads=1, host_cache_mib=0)) as engine:
+    with Engine.from_folder(demo_folder(), EngineOptions(threads=1, calibrate=False, host_cache_mib=0)) as engine:
         talk = Talk(engine)
         questions = [one[0] for one in asked]
         places = []

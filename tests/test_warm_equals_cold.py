@@ -54,7 +54,9 @@ class Pair:
         predictions = []
         for reuse in (True, False):
             sampler = ForcingSampler(continuations, on_draw=self._on_draw if reuse else None)
-            options = EngineOptions(threads=1, kv_capacity=2048, prefill_chunk=96, host_cache_mib=0, prefix_reuse=reuse)
+            options = EngineOptions(
+                threads=1, calibrate=False, kv_capacity=2048, prefill_chunk=96, host_cache_mib=0, prefix_reuse=reuse
+            )
             with Engine.from_folder(self._folder, options, sampler=sampler) as self._engine:
                 self.prepare(self._engine)
                 run(self._engine, turn(FIRST, prompt, ANSWER_TOKENS, (frontier,) if tap else ()))
@@ -132,7 +134,7 @@ def test_restored_from_the_host_equals_resumed_from_the_device_bit_for_bit(
                 lose_device(engines[0])
 
         sampler = ForcingSampler(continuations, on_draw=on_draw)
-        options = EngineOptions(threads=1, kv_capacity=2048, host_cache_mib=64, dtype=dtype)
+        options = EngineOptions(threads=1, calibrate=False, kv_capacity=2048, host_cache_mib=64, dtype=dtype)
         with Engine.from_folder(folder, options, sampler=sampler) as engine:
             engines.append(engine)
             run(engine, turn(FIRST, prompt, ANSWER_TOKENS))
@@ -310,6 +312,7 @@ class Conversations:
         sampler = ForcingSampler(self._answers | self._forced)
         options = EngineOptions(
             threads=1,
+            calibrate=False,
             kv_capacity=16_384,
             prefill_chunk=chunk,
             host_cache_mib=0,

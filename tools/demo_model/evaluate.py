@@ -100,7 +100,9 @@ def measure(network: Network, encoder: Encoder, questions: Sequence[Question]) -
 
 def generated_calls(checkpoint: Path, encoder: Encoder, questions: Sequence[Question]) -> list[str]:
     """The greedy texts where each question's call should stand."""
-    with Engine.from_folder(checkpoint, EngineOptions(threads=1, host_cache_mib=0, max_pending=1000)) as engine:
+    with Engine.from_folder(
+        checkpoint, EngineOptions(threads=1, calibrate=False, host_cache_mib=0, max_pending=1000)
+    ) as engine:
         streams = [
             engine.submit(
                 GenerationRequest(

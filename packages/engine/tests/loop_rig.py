@@ -9,7 +9,6 @@ import torch
 
 from cache_bench import Bench
 from fake_model import VOCAB, FakeModel, continuation
-from prefix_index import TapLimits
 from qwen35_engine import (
     Failed,
     Finished,
@@ -64,12 +63,14 @@ class Rig:
             max_concurrency=lanes,
             max_pending=100,
             prefill_chunk=prefill_chunk,
-            num_blocks=pages,
-            snapshot_slots=snapshots,
-            host_cache_bytes=0,
-            taps=TapLimits(max_taps=max_taps, ladder_tokens=ladder_tokens, min_gap_tokens=64),
+            kv_capacity=pages * 64,
+            device_snapshot_slots=snapshots,
+            host_cache_mib=0,
+            max_new_taps=max_taps,
+            tap_ladder_tokens=ladder_tokens,
+            tap_min_gap_tokens=64,
             pending_timeout_seconds=pending_timeout_seconds,
-            prefix_reuse=True,
+            calibrate=False,
         )
         self.loop = Loop(
             model=self.model,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,7 +111,7 @@ def test_the_rate_of_copies_follows_the_copies() -> None:
     rate = CopyRate()
     assert rate.bytes_per_second is None
     rate.add(1000, 1.0)  # too small to tell
-    rate.add(GIB, 0.0)  # nobody has looked at a clock
+    rate.add(GIB, 0.0)  # took no measurable time
     assert rate.bytes_per_second is None
     rate.add(GIB, 0.5)
     assert rate.bytes_per_second == pytest.approx(2 * GIB)
@@ -226,7 +225,7 @@ def test_calibrating_a_model_stays_inside_its_memory(
     memory = small_memory(1 + 12, 2)
     memory.pages.fill_(0xFF)
     options = Rig(slabs=0, prefill_chunk=128).options
-    options = replace(options, max_context=max_context)
+    options = options.model_copy(update={"max_context": max_context})
     config = read_config(demo_folder())
     model = Recording()
     path, found = calibrate_model(model, memory, config, options)
@@ -235,7 +234,7 @@ def test_calibrating_a_model_stays_inside_its_memory(
     assert path.parent == tmp_path / "qwen35"
     assert calibrate_model(model, memory, config, options) == (path, found)
     assert len(model.chunks) == (6 if expected else 4)
-    other, _ = calibrate_model(model, memory, config, replace(options, threads=2))
+    other, _ = calibrate_model(model, memory, config, options.model_copy(update={"threads": 2}))
     assert other != path
 
 
@@ -249,7 +248,7 @@ def test_an_engine_ranks_by_what_it_measured_and_remembers_its_copies(
         measured = engine.parts.cache.cost
         assert measured.token_seconds != CostModel().token_seconds
         assert measured.chunk_tokens == 256
-        assert engine.options.as_options().calibrate
+        assert engine.options.calibrate
         engine.parts.cache.copy_rate.add(GIB, 2.0)
     with Engine.from_folder(folder, options) as engine:
         assert engine.parts.cache.cost.token_seconds == measured.token_seconds

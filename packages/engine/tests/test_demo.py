@@ -34,7 +34,7 @@ def test_transformers_reads_it_and_agrees(caplog: pytest.LogCaptureFixture) -> N
         expected = oracle.generate(
             torch.tensor([prompt]), max_new_tokens=12, do_sample=False, attention_mask=torch.ones(1, len(prompt))
         )
-    with Engine.from_folder(folder, EngineOptions(threads=1)) as engine:
+    with Engine.from_folder(folder, EngineOptions(threads=1, calibrate=False)) as engine:
         ids, _ = run(
             engine,
             GenerationRequest(

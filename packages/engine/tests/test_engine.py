@@ -305,7 +305,7 @@ def test_started_comes_first_and_tells_what_is_skipped(engine: Engine) -> None:
 def test_weights_can_be_given_directly(folder: Path) -> None:
     config = read_config(folder)
     weights = load_weights(folder, config, device=torch.device("cpu"), dtype=torch.bfloat16)
-    with Engine(config, weights, EngineOptions(threads=1, kv_capacity=1024)) as engine:
+    with Engine(config, weights, EngineOptions(threads=1, calibrate=False, kv_capacity=1024)) as engine:
         prompt = tokens(80, 31)
         answer, _ = run(engine, request(prompt, 6))
         assert len(answer) == 6

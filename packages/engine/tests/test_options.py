@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from qwen35_engine import EffectiveOptions, EngineOptions, OptionError
 from qwen35_engine.checkpoint.config import ModelConfig
@@ -64,11 +65,29 @@ def resolve(
         ("device", "tpu", "device must be one of auto, cpu, cuda, got 'tpu'"),
         ("dtype", "float64", "dtype must be one of auto, float32, bfloat16, got 'float64'"),
         ("kv_dtype", "bf16", "kv_dtype must be one of auto, float32, bfloat16, got 'bf16'"),
+        ("max_pending", "5", "max_pending must be between 0 and 1000000, got '5'"),
+        ("max_pending", 5.0, "max_pending must be between 0 and 1000000, got 5.0"),
+        ("threads", True, "threads must be between 1 and 1024, got True"),
+        ("device_snapshot_slots", "3", "device_snapshot_slots must be a whole number, got '3'"),
+        ("pending_timeout_seconds", "1", "pending_timeout_seconds must be above 0 and at most 86400, got '1'"),
+        ("pending_timeout_seconds", float("nan"), "pending_timeout_seconds must be above 0 and at most 86400, got nan"),
+        ("prefix_reuse", 0, "prefix_reuse must be true or false, got 0"),
+        ("max_lanes", 4, "max_lanes is not an option"),
     ],
 )
 def test_a_value_out_of_range_names_option_bound_and_value(option: str, value: Any, complaint: str) -> None:
-    with pytest.raises(OptionError, match=complaint):
+    with pytest.raises(OptionError, match=complaint) as caught:
         EngineOptions(**{option: value})
+    assert caught.value.option == option
+
+
+def test_every_option_is_described_and_frozen() -> None:
+    for name, info in EngineOptions.model_fields.items():
+        assert info.description, name
+        assert info.default is not None or "by default" in info.description.lower(), name
+        assert EngineOptions.allowed(name)
+    with pytest.raises(ValidationError, match="frozen"):
+        EngineOptions().threads = 2  # type: ignore[misc]
 
 
 def test_what_is_unset_is_derived() -> None:
@@ -139,13 +158,13 @@ def test_the_dtype_of_kv_is_that_of_the_activations_unless_chosen() -> None:
 )
 def test_the_effective_options_are_options_with_nothing_left_to_derive(options: EngineOptions) -> None:
     effective = resolve(options)
-    chosen = effective.as_options()
-    assert resolve(chosen) == effective
-    unset = {name for name, value in asdict(chosen).items() if value is None or value == "auto"}
+    assert isinstance(effective, EngineOptions)
+    assert resolve(effective) == effective
+    unset = {name for name, value in effective.model_dump().items() if value is None or value == "auto"}
     assert not unset or not options.prefix_reuse
-    for name, value in asdict(options).items():
-        if value not in (None, "auto") and name != "kv_capacity":
-            assert getattr(chosen, name) == value, name
+    for name, value in options.model_dump(exclude_unset=True).items():
+        if name != "kv_capacity":
+            assert getattr(effective, name) == value, name
 
 
 def test_contradictions_are_refused() -> None:

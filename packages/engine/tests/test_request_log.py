@@ -1,4 +1,4 @@
-"""The request log: every line is what its page says, and no trouble with the file reaches the worker."""
+"""The request log: every line is what its page says, and no trouble with the file reaches the engine's worker."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import re
 import resource
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,7 +51,7 @@ def validate(line: dict[str, Any]) -> None:
     fields = documented(line["event"])
     assert set(line) == set(fields)
     for name, value in line.items():
-        # A boolean is an integer to Python, but not to who reads the page.
+        # A boolean is an integer to Python, but not to a reader of the page.
         assert type(value) in fields[name], f"{name}: {value!r} is no {fields[name]}"
     if line["event"] == "request":
         assert line["outcome"] in ("stop", "length", "cancelled", "failed")
@@ -198,9 +199,11 @@ def test_a_disk_that_fills_up_costs_lines_and_nothing_else(tmp_path: Path, caplo
     path = tmp_path / "requests.jsonl"
     with RequestLog(path) as log:
         log(a_report(1))
+        log.flush()
         with largest_file(path.stat().st_size + 100):  # room for a part of the next line
             log(a_report(2))
             log(a_report(3))
+            log.flush()
         log(a_report(4))
     assert [line.get("request_id") for line in lines_of(path)] == [None, 1, 4]
     assert (log.written, log.lost) == (2, 2)
@@ -221,3 +224,84 @@ def test_a_reader_that_stops_does_not_stop_the_engine(tmp_path: Path) -> None:
         text += piece
     os.close(reader)
     assert len([json.loads(line) for line in text.splitlines()]) == 1 + log.written
+
+
+class Disk:
+    """What writes lines, and waits for each until the disk is told to answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached = threading.Event()
+        self.answers = threading.Event()
+        self.threads: set[threading.Thread] = set()
+        self._write = os.write
+        monkeypatch.setattr("qwen35_engine.request_log.os.write", self.write)
+
+    def write(self, file: int, line: bytes) -> int:
+        self.threads.add(threading.current_thread())
+        self.reached.set()
+        assert self.answers.wait(timeout=60)
+        return self._write(file, line)
+
+
+def test_a_slow_disk_holds_up_no_request_and_keeps_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "requests.jsonl"
+    with RequestLog(path, clock=iter(range(100)).__next__) as log:
+        disk = Disk(monkeypatch)
+        for number in range(1, 21):
+            log(a_report(number))
+        assert disk.reached.wait(timeout=60)
+        assert (log.written, log.lost) == (0, 0)
+        disk.answers.set()
+        log.flush()
+        assert log.written == 20
+        assert threading.current_thread() not in disk.threads
+        log(a_report(21))
+    lines = lines_of(path)[1:]
+    assert [line["request_id"] for line in lines] == list(range(1, 22)), "closing writes what waits"
+    assert [line["time"] for line in lines] == list(range(1, 22)), "the time is that of the request's end"
+
+
+def test_what_the_queue_has_no_room_for_is_counted_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "requests.jsonl"
+    monkeypatch.setattr("qwen35_engine.request_log._MOST_WAITING", 3)
+    with RequestLog(path) as log:
+        disk = Disk(monkeypatch)
+        log(a_report(1))
+        assert disk.reached.wait(timeout=60)
+        for number in range(2, 8):
+            log(a_report(number))
+        assert (log.written, log.lost) == (0, 3)
+        disk.answers.set()
+    assert [line["request_id"] for line in lines_of(path)[1:]] == [1, 2, 3, 4]
+    assert (log.written, log.lost) == (4, 3)
+    log(a_report(8))
+    assert log.lost == 4, "it is closed"
+    assert len(caplog.records) == 1
+
+
+def test_a_disk_that_never_answers_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "requests.jsonl"
+    monkeypatch.setattr("qwen35_engine.request_log._SECONDS_TO_FLUSH", 0.0)
+    log = RequestLog(path)
+    disk = Disk(monkeypatch)
+    log(a_report(1))
+    assert disk.reached.wait(timeout=60)
+    log(a_report(2))
+    log.close()
+    assert (log.written, log.lost) == (0, 1)
+    disk.answers.set()
+    log._writer.join(timeout=60)
+    log.close()
+    assert [line["request_id"] for line in lines_of(path)[1:]] == [1]
+    assert (log.written, log.lost) == (1, 1)
+
+
+def test_a_fault_of_the_writer_costs_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    with RequestLog(path) as log:
+        log(a_report(1, executed=object()))
+        log(a_report(2))
+    assert [line["request_id"] for line in lines_of(path)[1:]] == [2]
+    assert (log.written, log.lost) == (1, 1)

@@ -59,10 +59,17 @@ def test_the_queue_is_bounded(folder: Path) -> None:
             engine.submit(request([1, 2]))
         stats = engine.stats()
         assert (stats.running, stats.waiting, stats.refused["queue_full"]) == (1, 2, 1)
+        with pytest.raises(QueueFull, match="at most 2 requests may wait"):
+            engine.require_room()
+        assert engine.stats().refused["queue_full"] == 2
         gate.open.set()
         for stream in streams:
             assert collect(stream)[0] == [3] * 4
+        engine.require_room()
         collect(engine.submit(request([1, 2])))
+    with pytest.raises(EngineClosed):
+        engine.require_room()
+    assert engine.stats().refused["queue_full"] == 2
 
 
 def test_cancel_while_waiting_and_while_running(folder: Path) -> None:

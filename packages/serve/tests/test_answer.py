@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qwen35_serve import answer
 from qwen35_serve.answer import AnswerParser, CalledTool, Content, Delta, Thinking
 
 TOOLS = [
@@ -69,7 +71,7 @@ def test_a_call_with_typed_arguments() -> None:
 @pytest.mark.parametrize(
     "value", ["NaN", "-Infinity", "[1e999]", '{"a": NaN}', '"\\ud800"', '{"\\ud800": 1}', "[" * 100_000, "9" * 5000]
 )
-def test_what_is_no_json_to_everybody_stays_text(value: str) -> None:
+def test_what_is_not_standard_json_stays_text(value: str) -> None:
     call = f"<tool_call>\n<function=look_up>\n<parameter=any>\n{value}\n</parameter>\n</function>\n</tool_call>"
     (called,) = parse(call, tools=True)
     assert called == CalledTool("look_up", json.dumps({"any": value}))
@@ -94,6 +96,44 @@ def test_without_tools_the_tags_are_text() -> None:
 )
 def test_a_call_that_cannot_be_read_is_passed_on_word_for_word(broken: str) -> None:
     assert parse(f"a {broken}", tools=True) == [Content(f"a {broken}")]
+
+
+def work(monkeypatch: pytest.MonkeyPatch, text: str, *, thinking: bool = False) -> int:
+    """Characters that are searched while ``text`` comes in pieces of four."""
+    searched = 0
+
+    def find(text: str, tag: str, start: int) -> int:
+        nonlocal searched
+        searched += len(text) - start
+        return text.find(tag, start)
+
+    monkeypatch.setattr(answer, "_find", find)
+    parser = AnswerParser(thinking=thinking, tools=TOOLS)
+    deltas = [delta for at in range(0, len(text), 4) for delta in parser.feed(text[at : at + 4])]
+    deltas += parser.finish()
+    assert sum(isinstance(delta, CalledTool) for delta in deltas) == text.count("</tool_call>")
+    return searched
+
+
+@pytest.mark.parametrize(
+    "grown",
+    [
+        lambda length: CALL.replace("12", "x" * length),
+        lambda length: CALL.replace("12", "<" * length),
+        lambda length: CALL.replace("12", "</tool_cal" * (length // 10)),
+        lambda length: CALL * (length // len(CALL)),
+        lambda length: "x" + "\n" * length + CALL,
+        lambda length: "x" * length,
+    ],
+    ids=["a long argument", "angle brackets", "beginnings of the end", "many calls", "white space", "no call"],
+)
+def test_the_work_on_an_answer_is_linear_in_its_length(
+    monkeypatch: pytest.MonkeyPatch, grown: Callable[[int], str]
+) -> None:
+    short, long = work(monkeypatch, grown(100_000)), work(monkeypatch, grown(400_000))
+    assert long <= 4.1 * short
+    assert long <= 5 * 400_000
+    assert work(monkeypatch, "x" * 400_000, thinking=True) <= 5 * 400_000
 
 
 @given(st.integers(0, 2**32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,9 @@ BODY = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_t
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine.from_folder(demo_folder(), EngineOptions(threads=1, max_context=512, host_cache_mib=16)) as engine:
+    with Engine.from_folder(
+        demo_folder(), EngineOptions(threads=1, calibrate=False, max_context=512, host_cache_mib=16)
+    ) as engine:
         yield engine
 
 
@@ -60,6 +63,19 @@ class Script:
         return [self.ids[row.step] for row in rows]
 
 
+class Gate:
+    """A sampler that waits until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+        self.reached.set()
+        assert self.open.wait(timeout=60)
+        return [1 for _ in rows]
+
+
 CALL = "<tool_call>\n<function=look>\n<parameter=name>\nAna\n</parameter>\n</function>\n</tool_call>"
 
 
@@ -68,7 +84,7 @@ CALL = "<tool_call>\n<function=look>\n<parameter=name>\nAna\n</parameter>\n</fun
 def test_an_answer_may_be_kept_to_one_tool_call(parallel: bool | None, calls: int, stream: bool) -> None:
     text = ChatText(demo_folder(), vocab_size=read_config(demo_folder()).vocab_size)
     script = Script(text.encode(f"{CALL}\n{CALL}\n{CALL}<|im_end|>"))
-    options = EngineOptions(threads=1, max_context=512, host_cache_mib=0)
+    options = EngineOptions(threads=1, calibrate=False, max_context=512, host_cache_mib=0)
     with Engine.from_folder(demo_folder(), options, sampler=script) as engine:
         app = create_app(engine, text, model_name="demo", created=7)
         tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -175,6 +191,70 @@ def test_no_work_on_a_prompt_holds_up_other_streams(
     assert threading.current_thread() not in threads  # it runs the event loop
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [("/v1/chat/completions", BODY), ("/v1/completions", {"prompt": "hi"}), ("/v1/completions", b"{")],
+)
+def test_a_full_queue_refuses_before_any_work_on_the_prompt(
+    monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any] | bytes
+) -> None:
+    """Scenario 27: nothing is parsed, rendered, tokenised or hashed for an answer that is 429 anyway."""
+    gate = Gate()
+    options = EngineOptions(threads=1, calibrate=False, max_context=512, max_concurrency=1, max_pending=0)
+    with Engine.from_folder(demo_folder(), options, sampler=gate) as engine:
+        text = ChatText(demo_folder(), vocab_size=engine.config.vocab_size)
+        app = create_app(engine, text, model_name="demo", created=7)
+        busy = engine.submit(GenerationRequest(tokens=[1, 2, 3], max_tokens=1))
+        assert gate.reached.wait(timeout=60)
+        with monkeypatch.context() as patch:
+            for module in ("chat.parse_chat_request", "completions.parse_completion_request"):
+                patch.setattr(f"qwen35_serve.{module}", lambda *_: pytest.fail("the body was parsed"))
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            response = send(app, "POST", route, content=content)
+        assert response.status_code == 429
+        assert error_of(response)["code"] == "server_overloaded"
+        assert error_of(response)["param"] is None
+        assert engine.stats().refused == {"queue_full": 1, "too_long": 0, "invalid": 0}
+        gate.open.set()
+        list(busy)
+        assert send(app, "POST", "/v1/chat/completions", json=BODY).status_code == 200
+        assert engine.stats().refused["queue_full"] == 1
+
+
+def test_a_queue_that_fills_while_a_prompt_is_rendered_refuses_it_once(
+    app: Starlette, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = engine.stats().refused["queue_full"]
+    monkeypatch.setattr(engine, "require_room", lambda: None)
+    monkeypatch.setattr(engine.parts.worker, "_max_open", 0)
+    response = send(app, "POST", "/v1/chat/completions", json=BODY)
+    assert response.status_code == 429
+    assert engine.stats().refused["queue_full"] == before + 1
+
+
+def test_a_client_that_leaves_before_the_first_event_cancels_its_request() -> None:
+    gate = Gate()
+    options = EngineOptions(threads=1, calibrate=False, max_context=512, max_concurrency=1, host_cache_mib=0)
+    with Engine.from_folder(demo_folder(), options, sampler=gate) as engine:
+        text = ChatText(demo_folder(), vocab_size=engine.config.vocab_size)
+        app = create_app(engine, text, model_name="demo", created=7)
+        body = json.dumps(BODY | {"stream": True, "max_tokens": 400}).encode()
+        came = iter([{"type": "http.request", "body": body}, {"type": "http.disconnect"}])
+
+        async def receive() -> dict[str, Any]:
+            return next(came)
+
+        async def send(message: Any) -> None:
+            await asyncio.Event().wait()  # nothing is read any more
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+        asyncio.run(app(scope, receive, send))  # type: ignore[arg-type]
+        gate.open.set()
+        list(engine.submit(GenerationRequest(tokens=[1, 2, 3], max_tokens=1)))
+        totals = engine.stats().totals
+        assert (totals.requests, totals.cancelled) == (2, 1)
+
+
 def test_a_prompt_as_long_as_the_context_is_400(app: Starlette) -> None:
     body = BODY | {"messages": [{"role": "user", "content": "a b " * 400}]}
     response = send(app, "POST", "/v1/chat/completions", json=body)
@@ -215,7 +295,9 @@ def test_a_fault_of_the_server_is_a_500_that_tells_nothing(
 
 
 def test_a_closed_engine_is_503() -> None:
-    engine = Engine.from_folder(demo_folder(), EngineOptions(threads=1, max_context=512, host_cache_mib=16))
+    engine = Engine.from_folder(
+        demo_folder(), EngineOptions(threads=1, calibrate=False, max_context=512, host_cache_mib=16)
+    )
     app = create_app(engine, ChatText(demo_folder(), vocab_size=engine.config.vocab_size), model_name="demo", created=0)
     engine.close()
     assert send(app, "GET", "/health").status_code == 503

@@ -24,9 +24,8 @@ LONG = "Remember every locker and its owner. " * 20
 
 
 def served(**options: Any) -> Engine:
-    return Engine.from_folder(
-        demo_folder(), EngineOptions(**({"threads": 1, "max_context": 1024, "host_cache_mib": 16} | options))
-    )
+    small = {"threads": 1, "calibrate": False, "max_context": 1024, "host_cache_mib": 16}
+    return Engine.from_folder(demo_folder(), EngineOptions(**(small | options)))
 
 
 def app_of(engine: Engine, request_log: RequestLog | None = None) -> Starlette:
@@ -206,7 +205,7 @@ def test_a_full_queue_is_counted() -> None:
 
 
 def test_an_answer_that_ends_at_a_stop_string_is_counted_as_complete(tmp_path: Path) -> None:
-    options = EngineOptions(threads=1, max_context=1024, host_cache_mib=0)
+    options = EngineOptions(threads=1, calibrate=False, max_context=1024, host_cache_mib=0)
     with RequestLog(tmp_path / "log") as log, Engine.from_folder(demo_folder(), options, on_request=log) as engine:
         app = app_of(engine, log)
         endless = body(COMPLETIONS, LONG, max_tokens=500, ignore_eos=True)
@@ -231,7 +230,7 @@ def test_what_can_never_be_served_is_counted() -> None:
 
 
 def test_every_answer_says_under_which_number_the_log_has_it(tmp_path: Path) -> None:
-    options = EngineOptions(threads=1, max_context=512, host_cache_mib=0)
+    options = EngineOptions(threads=1, calibrate=False, max_context=512, host_cache_mib=0)
     with RequestLog(tmp_path / "log") as log, Engine.from_folder(demo_folder(), options, on_request=log) as engine:
         app = app_of(engine, log)
 
@@ -255,9 +254,10 @@ def test_every_answer_says_under_which_number_the_log_has_it(tmp_path: Path) -> 
 
 def test_lines_of_the_request_log_are_counted(tmp_path: Path) -> None:
     with RequestLog(tmp_path / "log") as log:
-        options = EngineOptions(threads=1, max_context=512, host_cache_mib=0)
+        options = EngineOptions(threads=1, calibrate=False, max_context=512, host_cache_mib=0)
         with Engine.from_folder(demo_folder(), options, on_request=log) as engine:
             app = app_of(engine, log)
             ask(app, CHAT, body(CHAT, "hi"))
+            log.flush()
             assert page(app)["request_log"] == {"written": 1, "lost": 0}
             assert len((tmp_path / "log").read_text().splitlines()) == 2

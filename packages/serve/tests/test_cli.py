@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -81,7 +82,10 @@ def test_a_process_with_every_flag_writes_its_log_and_shows_its_choices(tmp_path
         usages = [
             httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()["usage"] for _ in range(2)
         ]
-        shown = httpx.get(f"{server.url}/v1/cache", timeout=60).json()
+        shown: dict[str, Any] = {"request_log": {"written": 0}}
+        while shown["request_log"]["written"] < 2:  # the log has a thread of its own
+            shown = httpx.get(f"{server.url}/v1/cache", timeout=60).json()
+            assert shown["request_log"]["lost"] == 0
         assert server.stop() == 0
     start, *requests = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     assert start["event"] == "start"
@@ -112,8 +116,8 @@ def test_sigint_ends_in_order_while_an_answer_runs() -> None:
     ("arguments", "complaint"),
     [
         (["--model", "/no/such/folder"], "/no/such/folder: not a folder"),
-        (["--model", "demo", "--max-concurrency", "0"], "max_concurrency must be between 1 and 256, got 0"),
-        (["--model", "demo", "--max-context", "99999"], "max_context must be at most the model's 32768 positions"),
+        (["--model", "demo", "--max-concurrency", "0"], "--max-concurrency must be between 1 and 256, got 0"),
+        (["--model", "demo", "--max-context", "99999"], "--max-context must be at most the model's 32768 positions"),
         (["--model", "demo", "--port", "99999"], "--port must be between 0 and 65535, got 99999"),
         (["--model", "demo", "--host", "203.0.113.1"], "cannot listen on 203.0.113.1 port 8080"),
     ],

@@ -26,12 +26,13 @@ from qwen35_engine import (
 )
 from qwen35_engine.demo import demo_folder
 from qwen35_serve import cli
+from qwen35_serve.settings import ServerSettings, command_line
 
-SMALL = ("--threads", "1", "--max-context", "2048", "--host-cache-mib", "0")
+SMALL = ("--threads", "1", "--max-context", "2048", "--host-cache-mib", "0", "--no-calibrate")
 
 
-def options_of(*flags: str) -> Any:
-    return cli._options(cli._parser().parse_args(["--model", "demo", *flags]))
+def options_of(*flags: str) -> ServerSettings:
+    return cli._read(["--model", "demo", *flags]).settings()
 
 
 def engine_of(*flags: str) -> AbstractContextManager[Engine]:
@@ -188,19 +189,26 @@ def test_kv_dtype() -> None:
 
 def test_what_is_printed_as_in_force_starts_the_same_server(capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing derived is left out, and each flag has an option of the engine."""
-    with engine_of("--cache-tap-ladder", "777", "--kv-dtype", "bf16", "--pending-timeout-ms", "1500") as engine:
-        cli._print_start(engine)
+    flags = (*SMALL, "--cache-tap-ladder", "777", "--kv-dtype", "bf16", "--pending-timeout-ms", "1500", "--port", "0")
+    settings = options_of(*flags, "--served-model-name", "a name", "--request-log-jsonl", "a file")
+    with Engine.from_folder(demo_folder(), settings) as engine:
+        cli._print_start(settings, engine)
         printed = capsys.readouterr().out
         (line,) = re.findall(r"^In force: (.*)$", printed, re.MULTILINE)
-        again = options_of(*shlex.split(line))
-        assert again == engine.options.as_options()
+        program, *words = shlex.split(line)
+        assert program == "qwen35-serve"
+        again = cli._read(words).settings()
+        assert again.model_dump() == settings.model_dump() | engine.options.model_dump()
+        assert (again.model, again.served_model_name, again.port) == ("demo", "a name", 0)
+        with Engine.from_folder(demo_folder(), again) as twin:
+            assert twin.options == engine.options
         assert (again.tap_ladder_tokens, again.kv_dtype, again.pending_timeout_seconds) == (777, "bfloat16", 1.5)
         sizes = {what: float(mib) for what, mib in re.findall(r"^(\w[\w ]*?) +([\d.]+) MiB$", printed, re.MULTILINE)}
         for entry in engine.ledger().entries:
             assert sizes[entry.what] == pytest.approx(entry.num_bytes / 2**20, abs=0.06)
         assert sizes["device in all"] == pytest.approx(engine.ledger().total_bytes("device") / 2**20, abs=0.06)
     for flag in ("--no-prefix-reuse", "--no-calibrate"):
-        assert options_of(*cli._flags(options_of(flag))) == options_of(flag) != options_of()
+        assert cli._read(command_line(options_of(flag))[1:]).settings() == options_of(flag) != options_of()
 
 
 def test_a_request_log_that_cannot_be_written_stops_the_start(
@@ -216,15 +224,15 @@ def test_a_request_log_that_cannot_be_written_stops_the_start(
 
 @pytest.mark.parametrize("flag", ["--kv-dtype", "--device", "--dtype"])
 def test_a_word_that_is_no_choice_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        options_of(flag, "float8")
-    assert exit_.value.code == 2
-    assert "invalid choice: 'float8'" in capsys.readouterr().err
+    assert cli.main(["--model", "demo", flag, "float8"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"qwen35-serve: {flag} must be one of auto, ")
+    assert line.endswith(", got 'float8'")
 
 
 def test_flags_that_contradict_each_other_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--model", "demo", "--port", "0", "--no-prefix-reuse", "--host-cache-mib", "5"]) == 2
-    assert "host_cache_mib must be left out where prefix_reuse is False, got 5" in capfd.readouterr().err
+    assert "--host-cache-mib must be left out where prefix_reuse is False, got 5" in capfd.readouterr().err
 
 
 def test_the_help_names_every_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,9 +243,9 @@ def test_the_help_names_every_default(capsys: pytest.CaptureFixture[str]) -> Non
     assert "None" not in text
     assert "(default: False)" not in text
     with Engine.from_folder(
-        demo_folder(), options_of("--device", "cpu", "--threads", "1", "--max-concurrency", "7")
+        demo_folder(), options_of("--device", "cpu", "--threads", "1", "--max-concurrency", "7", "--no-calibrate")
     ) as engine:
-        options = engine.options.as_options()
+        options = engine.options
     assert options.device_snapshot_slots == 7 + 5
     assert (options.host_cache_mib, options.max_new_taps) == (1024, 8)
     assert (options.tap_ladder_tokens, options.tap_min_gap_tokens) == (4096, 1024)

@@ -25,7 +25,7 @@ def test_a_minimal_request() -> None:
     assert not request.include_usage
 
 
-def test_fields_nobody_knows_are_left_alone() -> None:
+def test_unknown_fields_are_left_alone() -> None:
     assert parse(user="u", store=True, metadata={"a": "b"}, parallel_tool_calls=True).model == "demo"
 
 

@@ -228,7 +228,7 @@ class ChunkModel(Protocol):
 def calibrate_model(
     model: ChunkModel, memory: DeviceMemory, config: ModelConfig, options: EffectiveOptions
 ) -> tuple[Path, Calibration]:
-    """Calibrate a model whose pages and slots nobody uses yet: what they hold afterwards means nothing.
+    """Calibrate a model whose pages and slots are not in use yet; what they hold afterwards is arbitrary.
 
     Returns:
         Where it is remembered, and what.

@@ -7,7 +7,8 @@ import threading
 import time
 from array import array
 from collections import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -41,9 +42,9 @@ _REFUSALS: dict[type[EngineError], str] = {
 class EngineStats:
     """What runs, what waits, what ended requests add up to, the cache's gauges, and the index's gauges and counters.
 
-    Of those running, ``prefilling`` are still in their prompt. ``refused`` counts what ``submit`` turned away, by
-    reason: ``queue_full``, ``too_long``, ``invalid``; no total has it. ``unheard`` counts reports that the engine's
-    listener failed to take.
+    Of those running, ``prefilling`` are still in their prompt. ``refused`` counts what ``submit`` and ``require_room``
+    turned away, by reason: ``queue_full``, ``too_long``, ``invalid``; no total has it. ``unheard`` counts reports that
+    the engine's listener failed to take.
     """
 
     running: int
@@ -136,8 +137,25 @@ class Engine:
             QueueFull: too many requests wait.
             EngineClosed: the engine is closed.
         """
-        try:
+        with self._refusals_counted():
             return self._submit(request, notify)
+
+    def require_room(self) -> None:
+        """Refuse a request before any work on its prompt, where ``submit`` would refuse it for want of room.
+
+        A refusal counts as one of ``submit``'s. The room is not reserved: ``submit`` may still find none.
+
+        Raises:
+            QueueFull: too many requests wait.
+            EngineClosed: the engine is closed.
+        """
+        with self._refusals_counted():
+            self.parts.worker.require_room()
+
+    @contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        try:
+            yield
         except (RequestError, QueueFull) as error:
             with self._refusing:
                 self._refused[_REFUSALS[type(error)]] += 1

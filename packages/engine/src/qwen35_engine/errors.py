@@ -37,7 +37,17 @@ class CheckpointError(EngineError):
 
 
 class OptionError(EngineError, ValueError):
-    """An option out of range, or options that contradict each other."""
+    """An option out of range, or options that contradict each other.
+
+    Attributes:
+        option: the option at fault, with whose name the message begins; None if no single one is.
+        complaint: the message without that name.
+    """
+
+    def __init__(self, complaint: str, *, option: str | None = None) -> None:
+        super().__init__(complaint if option is None else f"{option} {complaint}")
+        self.option = option
+        self.complaint = complaint
 
 
 class RequestError(EngineError, ValueError):

@@ -6,7 +6,9 @@ import contextlib
 import json
 import logging
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -22,16 +24,24 @@ logger = logging.getLogger(__name__)
 # Moves when a field changes its meaning or goes; not when one is added.
 _SCHEMA = 1
 
-# O_NONBLOCK: a pipe whose reader has stopped must not stop the engine's worker.
+# O_NONBLOCK: a pipe whose reader has stopped costs lines, and does not hold up the end.
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+
+# Reports that may wait for the writer, some MiB. More come together only where the disk does not answer.
+_MOST_WAITING = 10_000
+
+_SECONDS_TO_FLUSH = 10.0
 
 
 class RequestLog:
-    """An engine's ``on_request`` that writes. Each line is one write; what cannot be written is dropped and counted.
+    """An engine's ``on_request`` that writes, on a thread of its own and in the order of the reports.
+
+    Each line is one write. What cannot be written, or finds the queue full, is dropped and counted. Thread-safe. Use as
+    a context manager, or call ``close``.
 
     Attributes:
         written: lines in the file, the opening one apart.
-        lost: lines that could not be written.
+        lost: reports that are in no line.
     """
 
     def __init__(self, path: Path | str, *, clock: Callable[[], float] = time.time) -> None:
@@ -47,26 +57,44 @@ class RequestLog:
             try:
                 self._file = os.open(self._path, _FLAGS, 0o644)
                 on_failure.callback(os.close, self._file)
-                self._append({"event": "start", "schema": _SCHEMA})
+                self._append(clock(), {"event": "start", "schema": _SCHEMA})
             except OSError as error:
                 raise OptionError(f"the request log {self._path} must be writable, got: {error.strerror}") from error
             on_failure.pop_all()
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[float, RequestReport]] = deque()
+        self._writing = False
+        self._closed = False
+        self._writer = threading.Thread(target=self._run, name="request-log", daemon=True)
+        self._writer.start()
 
     def __call__(self, report: RequestReport) -> None:
-        """Append one request. Never raises for what the file system does."""
-        try:
-            self._append(_fields(report))
-            self.written += 1
-        except OSError as error:
-            self.lost += 1
-            if self.lost == 1:
-                logger.error("the request log %s lost a line: %s; further ones are counted", self._path, error)
+        """Queue one request's line. Never waits for the file system, nor raises for what it does."""
+        with self._changed:
+            if self._closed:
+                self._lose("it is closed")
+            elif len(self._waiting) >= _MOST_WAITING:
+                self._lose(f"{_MOST_WAITING} wait to be written")
+            else:
+                self._waiting.append((self._clock(), report))
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until every report so far is written or lost, but no longer than some seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting and not self._writing, timeout=_SECONDS_TO_FLUSH)
 
     def close(self) -> None:
-        """Close the file. May be called twice."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """Write what waits, and close the file. Where the disk does not answer, what waits is lost. May be called
+        twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._writer.join(_SECONDS_TO_FLUSH)
+        with self._changed:
+            for _ in range(len(self._waiting)):
+                self._waiting.popleft()
+                self._lose("the disk does not answer")
 
     def __enter__(self) -> RequestLog:
         return self
@@ -76,8 +104,36 @@ class RequestLog:
     ) -> None:
         self.close()
 
-    def _append(self, fields: dict[str, Any]) -> None:
-        line = json.dumps({"time": round(self._clock(), 3), **fields}, separators=(",", ":")).encode() + b"\n"
+    def _run(self) -> None:
+        """Write line after line until the log is closed and nothing waits; then close the file."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    break
+                ended, report = self._waiting.popleft()
+                self._writing = True
+            failure: Exception | None = None
+            try:
+                self._append(ended, _fields(report))
+            except Exception as error:  # whatever it is costs this line only
+                failure = error
+            with self._changed:
+                if failure is None:
+                    self.written += 1
+                else:
+                    self._lose(failure)
+                self._writing = False
+                self._changed.notify_all()
+        os.close(self._file)
+
+    def _lose(self, reason: object) -> None:
+        self.lost += 1
+        if self.lost == 1:
+            logger.error("the request log %s lost a line: %s; further ones are counted", self._path, reason)
+
+    def _append(self, ended: float, fields: dict[str, Any]) -> None:
+        line = json.dumps({"time": round(ended, 3), **fields}, separators=(",", ":")).encode() + b"\n"
         count = os.write(self._file, line)
         if count < len(line):
             # Half a line would spoil the next one, too.

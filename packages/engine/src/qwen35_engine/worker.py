@@ -34,7 +34,8 @@ class WorkerStats:
 
 
 class Worker:
-    """Runs a ``Loop`` on a thread of its own. ``submit``, ``end``, ``close``, ``stats`` may be called from any."""
+    """Runs a ``Loop`` on a thread of its own. ``submit``, ``require_room``, ``end``, ``close`` and ``stats`` may
+    be called from any."""
 
     def __init__(
         self,
@@ -67,13 +68,23 @@ class Worker:
             EngineClosed: the worker is stopping or has stopped.
         """
         with self._changed:
+            self.require_room()
+            self._submitted += 1
+            self._inbox.append(sequence)
+            self._changed.notify()
+
+    def require_room(self) -> None:
+        """Refuse what ``submit`` would refuse now.
+
+        Raises:
+            QueueFull: as many requests are open as may be.
+            EngineClosed: the worker is stopping or has stopped.
+        """
+        with self._changed:
             if self._closing:
                 raise EngineClosed("the engine is closed")
             if self._num_open >= self._max_open:
                 raise QueueFull(f"at most {self._max_waiting} requests may wait, got one more")
-            self._submitted += 1
-            self._inbox.append(sequence)
-            self._changed.notify()
 
     def end(self, request_id: int, reason: FinishReason) -> None:
         """End a request soon; the first reason given holds. No effect after its end."""

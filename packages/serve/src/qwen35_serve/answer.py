@@ -22,17 +22,21 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", r
 
 @dataclass(frozen=True)
 class Thinking:
+    """A piece of what stands before the answer."""
+
     text: str
 
 
 @dataclass(frozen=True)
 class Content:
+    """A piece of the answer itself."""
+
     text: str
 
 
 @dataclass(frozen=True)
 class CalledTool:
-    """``arguments`` is JSON text, as OpenAI's protocol has it."""
+    """A complete call; ``arguments`` is JSON text, as OpenAI's protocol has it."""
 
     name: str
     arguments: str
@@ -46,61 +50,65 @@ class AnswerParser:
 
     Tags are recognised only where the model may write them: the end of thinking while the prompt left a thinking block
     open, tool calls while the request has tools. A call that cannot be read is passed on as content, word for word.
+    Each character is searched once, but for the few that may begin a tag: the work is linear in the answer's length.
     """
 
     def __init__(self, *, thinking: bool, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """``thinking``: the prompt left a thinking block open. ``tools``: as OpenAI's."""
         self._thinking = thinking
         self._tools = {_name(tool): _parameters(tool) for tool in tools or ()}
-        self._in_call = False
-        self._text = ""
-        self._space = ""  # held back: answer if more text follows, layout if a call does
+        self._held = ""  # may be the beginning of a tag
+        self._call: list[str] | None = None  # the pieces of a call that has begun
+        self._space: list[str] = []  # held back: answer if more text follows, layout if a call does
         self._blank = True  # nothing of the answer since its beginning or the last call
 
     def feed(self, text: str) -> list[Delta]:
-        self._text += text
-        return list(self._split())
+        """What is certain now that ``text`` follows."""
+        return list(self._split(text))
 
     def finish(self) -> list[Delta]:
         """What was held back, once nothing more can come. A call without its end is content."""
-        deltas = list(self._split())
-        if self._in_call:
-            self._text, self._in_call = _BEGIN_CALL + self._text, False
-        deltas += self._plain(self._take(len(self._text)))
-        return [*deltas, Content(self._space)] if self._space else deltas
+        text, self._held = self._held, ""
+        if self._call is not None:
+            text = "".join((_BEGIN_CALL, *self._call, text))
+            self._call = None
+        deltas = list(self._plain(text))
+        space = "".join(self._space)
+        return [*deltas, Content(space)] if space else deltas
 
-    def _split(self) -> Iterator[Delta]:
-        while True:
-            if self._thinking:
-                marker = _END_OF_THINKING
-            elif self._in_call:
-                marker = _END_CALL
-            elif self._tools:
-                marker = _BEGIN_CALL
-            else:
-                yield from self._plain(self._take(len(self._text)))
-                return
-            at = self._text.find(marker)
-            if at < 0:
-                if not self._in_call:
-                    yield from self._plain(self._take(len(self._text) - possible_beginning(self._text, (marker,))))
-                return
-            before = self._take(at)
-            self._take(len(marker))
-            if marker == _END_CALL:
-                self._in_call = False
-                call = self._read_call(before)
-                if call is None:
-                    yield from self._plain(f"{_BEGIN_CALL}{before}{_END_CALL}")
-                else:
-                    self._space, self._blank = "", True
-                    yield call
+    def _split(self, text: str) -> Iterator[Delta]:
+        text = self._held + text
+        start = 0
+        while (tag := self._awaited_tag()) and (at := _find(text, tag, start)) >= 0:
+            before, start = text[start:at], at + len(tag)
+            if self._call is not None:
+                yield from self._end_call("".join((*self._call, before)))
             else:
                 yield from self._plain(before)
-                self._thinking, self._in_call = False, marker == _BEGIN_CALL
+                self._thinking, self._call = False, [] if tag == _BEGIN_CALL else None
+        text = text[start:]
+        split = len(text) - (possible_beginning(text, (tag,)) if tag else 0)
+        text, self._held = text[:split], text[split:]
+        if self._call is not None:
+            self._call.append(text)
+        else:
+            yield from self._plain(text)
 
-    def _take(self, length: int) -> str:
-        taken, self._text = self._text[:length], self._text[length:]
-        return taken
+    def _awaited_tag(self) -> str | None:
+        if self._thinking:
+            return _END_OF_THINKING
+        if self._call is not None:
+            return _END_CALL
+        return _BEGIN_CALL if self._tools else None
+
+    def _end_call(self, text: str) -> Iterator[Delta]:
+        self._call = None
+        called = self._read_call(text)
+        if called is None:
+            yield from self._plain(f"{_BEGIN_CALL}{text}{_END_CALL}")
+        else:
+            self._space, self._blank = [], True
+            yield called
 
     def _plain(self, text: str) -> Iterator[Delta]:
         """Pass text on. White space at the beginning of the answer and around calls is layout, so it waits for more."""
@@ -108,14 +116,14 @@ class AnswerParser:
             if text:
                 yield Thinking(text)
             return
-        text = self._space + text
         if self._blank:
             text = text.lstrip()
         shown = text.rstrip() if self._tools else text
-        self._space = text[len(shown) :]
-        if shown:
-            self._blank = False
-            yield Content(shown)
+        if not shown:
+            self._space.append(text)
+            return
+        yield Content("".join((*self._space, shown)))
+        self._space, self._blank = [text[len(shown) :]], False
 
     def _read_call(self, text: str) -> CalledTool | None:
         call = _CALL.fullmatch(text)
@@ -124,8 +132,8 @@ class AnswerParser:
         name, body = call.groups()
         kinds = self._tools.get(name, {})
         arguments: dict[str, Any] = {}
-        end = 0
-        while end < len(body.rstrip()):
+        end, length = 0, len(body.rstrip())
+        while end < length:
             parameter = _PARAMETER.match(body, end)
             if parameter is None:
                 return None
@@ -133,6 +141,10 @@ class AnswerParser:
             arguments[key] = _typed(value, kinds.get(key))
             end = parameter.end()
         return CalledTool(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _find(text: str, tag: str, start: int) -> int:
+    return text.find(tag, start)
 
 
 def _typed(value: str, schema: object) -> Any:

@@ -11,12 +11,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from qwen35_engine import Engine, RequestLog
+from qwen35_engine import Engine, EngineError, RequestLog
 
 from .cache_page import cache_page
 from .chat import ChatService
 from .completions import CompletionService
-from .errors import BodyTooLarge, InvalidRequest, ServeError, Unavailable, require_model
+from .errors import BodyTooLarge, InvalidRequest, ServeError, Unavailable, from_engine, require_model
 from .text import ChatText
 
 __all__ = ["create_app"]
@@ -33,21 +33,30 @@ def create_app(
     """The application over a running engine.
 
     Args:
-        engine: answers; closing it is the caller's business.
+        engine: answers; the caller closes it.
         text: tokenizer and template of the engine's model.
         model_name: the name clients use.
         created: start of the server, seconds since the epoch.
-        request_log: the engine's listener, if it writes one; closing it is the caller's business as well.
+        request_log: the engine's listener, if it is one; the caller closes it.
     """
     chat = ChatService(engine, text, model_name=model_name)
     completion = CompletionService(engine, text, model_name=model_name)
     card = {"id": model_name, "object": "model", "created": created, "owned_by": "qwen35-serve"}
 
+    async def body_of(request: Request) -> bytes:
+        body = await _read_body(request)
+        # Before any work on the prompt. The body is read first: a client that is still sending reads no answer.
+        try:
+            engine.require_room()
+        except EngineError as error:
+            raise from_engine(error, prompt=None) from error
+        return body
+
     async def chat_completions(request: Request) -> Response:
-        return await chat.respond(request, await _read_body(request))
+        return await chat.respond(request, await body_of(request))
 
     async def completions(request: Request) -> Response:
-        return await completion.respond(request, await _read_body(request))
+        return await completion.respond(request, await body_of(request))
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [card]})
@@ -106,7 +115,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # for the record: the client has left
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

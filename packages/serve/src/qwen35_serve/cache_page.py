@@ -52,7 +52,7 @@ def cache_page(engine: Engine, request_log: RequestLog | None) -> dict[str, Any]
         "request_log": (
             None if request_log is None else {"written": request_log.written, "lost": request_log.lost + stats.unheard}
         ),
-        "options": asdict(options.as_options()),
+        "options": options.model_dump(),
         "ledger": [asdict(entry) for entry in engine.ledger().entries],
     }
 

@@ -14,10 +14,10 @@ from starlette.responses import JSONResponse, Response
 from qwen35_engine import Engine, GenerationRequest
 
 from .answer import AnswerParser, CalledTool, Content, Delta, Thinking
-from .errors import InvalidRequest, ServeError, require_model
-from .generation import End, Generation, respond, sampling_of
+from .errors import InvalidRequest, require_model
+from .generation import End, Generation, sampling_of
+from .responses import head, respond, usage_body
 from .schema import ChatRequest, parse_chat_request
-from .shapes import head, sse, usage_body
 from .text import ChatPrompt, ChatText
 
 __all__ = ["ChatService"]
@@ -61,13 +61,17 @@ class ChatService:
     async def respond(self, http: Request, body: bytes) -> Response:
         """Answer one request.
 
+        Args:
+            http: the client's request.
+            body: its body.
+
         Raises:
-            ServeError: before the answer has begun.
+            ServeError: the request is refused, or its whole answer failed.
         """
         # Reading and rendering a long conversation takes milliseconds that other streams should not wait for.
         request, answer = await asyncio.to_thread(self._prepare, body)
         await answer.generation.start()
-        events = self._stream(request, answer) if request.stream else None
+        events = self._events(request, answer) if request.stream else None
         return await respond(http, answer.generation, events=events, whole=lambda: self._whole(answer))
 
     def _prepare(self, body: bytes) -> tuple[ChatRequest, _Answer]:
@@ -94,42 +98,34 @@ class ChatService:
             message.add(item)
         raise AssertionError("an answer ends with its end")
 
-    async def _stream(self, request: ChatRequest, answer: _Answer) -> AsyncIterator[str]:
-        """The answer as server-sent events. Closing the generator (the client left) cancels the request."""
+    async def _events(self, request: ChatRequest, answer: _Answer) -> AsyncIterator[dict[str, Any]]:
         first = head("chatcmpl", "chat.completion.chunk", self._model_name)
         if request.include_usage:
             first["usage"] = None
 
-        def event(delta: dict[str, Any], reason: str | None = None) -> str:
+        def event(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
             choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
-            return sse(first | {"choices": [choice]})
+            return first | {"choices": [choice]}
 
         calls = 0
-        try:
-            yield event({"role": "assistant", "content": ""})
-            async for item in answer:
-                match item:
-                    case Thinking(text):
-                        yield event({"reasoning_content": text})
-                    case Content(text):
-                        yield event({"content": text})
-                    case CalledTool():
-                        yield event({"tool_calls": [{"index": calls} | _call_body(item)]})
-                        calls += 1
-                    case End():
-                        yield event({}, item.reason)
-                        if request.include_usage:
-                            yield sse(first | {"choices": [], "usage": usage_body(item.usage)})
-        except ServeError as error:
-            # The status line is long gone; the client learns it from the stream.
-            yield sse(error.body())
-        finally:
-            answer.generation.cancel()
-        yield "data: [DONE]\n\n"
+        yield event({"role": "assistant", "content": ""})
+        async for item in answer:
+            match item:
+                case Thinking(text):
+                    yield event({"reasoning_content": text})
+                case Content(text):
+                    yield event({"content": text})
+                case CalledTool():
+                    yield event({"tool_calls": [{"index": calls} | _call_body(item)]})
+                    calls += 1
+                case End():
+                    yield event({}, item.reason)
+                    if request.include_usage:
+                        yield first | {"choices": [], "usage": usage_body(item.usage)}
 
 
 class _Answer:
-    """A generation as deltas of a chat answer. Iterate once; ends with an ``End`` or raises ServeError."""
+    """A generation as deltas of a chat answer. Iterate once, as a ``Generation``."""
 
     def __init__(self, engine: Engine, text: ChatText, request: ChatRequest, prompt: ChatPrompt) -> None:
         self.generation = Generation(

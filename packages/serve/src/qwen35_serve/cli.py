@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import shlex
 import signal
 import socket
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import uvicorn
 
@@ -20,6 +22,8 @@ from qwen35_engine import CheckpointError, Engine, EngineOptions, OptionError, R
 from qwen35_engine.demo import demo_folder
 
 from .app import create_app
+from .errors import SettingsError
+from .settings import OPTIONS, Given, Option, ServerSettings, command_line, nearest
 from .text import ChatText
 
 __all__ = ["main"]
@@ -28,166 +32,119 @@ _USAGE_ERROR = 2
 _GRACE_SECONDS = 5
 _BACKLOG = 2048
 
-# Flags whose values are the engine's own, with the option each one sets.
-_OPTIONS = {
-    "--device": "device",
-    "--dtype": "dtype",
-    "--threads": "threads",
-    "--max-context": "max_context",
-    "--max-concurrency": "max_concurrency",
-    "--max-pending-requests": "max_pending",
-    "--prefill-chunk": "prefill_chunk",
-    "--kv-capacity": "kv_capacity",
-    "--device-snapshot-slots": "device_snapshot_slots",
-    "--host-cache-mib": "host_cache_mib",
-    "--cache-taps-per-request": "max_new_taps",
-    "--cache-tap-ladder": "tap_ladder_tokens",
-    "--cache-tap-min-gap": "tap_min_gap_tokens",
-}
-_KV_DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp32": "float32"}
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the server. Returns the exit code: 0 after an orderly stop, 2 when it cannot start as asked."""
-    args = _parser().parse_args(arguments)
-    logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    """Run the server until a signal stops it.
+
+    Args:
+        arguments: the words after the program's name; None takes those of the process.
+
+    Returns:
+        The exit code: 0 after an orderly stop, 2 where it cannot start as asked, which one line says.
+    """
     try:
-        return _serve(args)
-    except (CheckpointError, OptionError, _CannotListen) as error:
+        given = _read(sys.argv[1:] if arguments is None else arguments)
+        try:
+            settings = given.settings()
+            level = settings.log_level.upper()
+            logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+            _serve(settings)
+        except OptionError as error:
+            raise SettingsError(given.complaint(error)) from error
+    except (CheckpointError, SettingsError) as error:
         print(f"qwen35-serve: {error}", file=sys.stderr)
         return _USAGE_ERROR
+    return 0
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Appends defaults that are values; those that are derived are told in words."""
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line, as everything else here does."""
 
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    """A flag for each option. All values stay as they were typed: the settings know what they may be."""
+    parser = _Parser(
         prog="qwen35-serve",
+        usage="%(prog)s --model MODEL [options]",
         description="Serve a Qwen3.5 model over an OpenAI-compatible API, with exact prefix reuse.",
-        formatter_class=_Help,
+        epilog="Each option may also come from the environment (QWEN35_MAX_CONTEXT=4096) or from a TOML file"
+        " (max_context = 4096). A flag counts more than a variable, a variable more than the file.",
+        argument_default=argparse.SUPPRESS,
     )
-    add = parser.add_argument
-    add("--model", required=True, help="a model folder in the Hugging Face layout, or 'demo'")
-    add("--served-model-name", default=None, help="the name clients use; by default the folder's")
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=int, default=8080, help="port to listen on, 0 for any free one")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")
-    add(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16"),
-        help="of weights and activations",
-    )
-    add("--kv-dtype", default="auto", choices=tuple(_KV_DTYPES), help="of keys and values; by default as --dtype")
-    add("--threads", type=int, default=None, help="CPU threads of a forward pass; by default torch decides")
-    add(
-        "--max-context",
-        type=int,
-        default=None,
-        help="tokens of the longest sequence; by default the model's, at most 32768 and at most --kv-capacity",
-    )
-    add(
-        "--max-concurrency",
-        type=int,
-        default=EngineOptions.max_concurrency,
-        help="sequences that run at once, 1 to 256",
-    )
-    add("--max-pending-requests", type=int, default=EngineOptions.max_pending, help="requests that may wait")
-    add("--pending-timeout-ms", type=int, default=600_000, help="milliseconds a request may wait to start")
-    add(
-        "--prefill-chunk",
-        type=int,
-        default=EngineOptions.prefill_chunk,
-        help="prompt tokens computed in one step",
-    )
-    add(
-        "--kv-capacity",
-        type=int,
-        default=None,
-        help="tokens of KV in all, at least --max-context; by default 1 GiB of it on a CPU, 85 %% of what is free, less"
-        " the states, on CUDA",
-    )
-    add(
-        "--device-snapshot-slots",
-        type=int,
-        default=None,
-        help="states the cache keeps; by default --max-concurrency + 5, fewer with few taps",
-    )
-    add(
-        "--host-cache-mib",
-        type=int,
-        default=None,
-        help="MiB of Host memory for the cache, 0 for none; by default 1024 on a CPU, 8192 on CUDA",
-    )
-    add(
-        "--cache-taps-per-request",
-        type=int,
-        default=None,
-        help="snapshots a prompt may plan; by default 8, without Host memory 2",
-    )
-    add(
-        "--cache-tap-ladder",
-        type=int,
-        default=None,
-        help="tokens from the end to the ladder's first snapshot; by default 4096 or two chunks, whichever is more",
-    )
-    add(
-        "--cache-tap-min-gap",
-        type=int,
-        default=None,
-        help="tokens between the ladder's snapshots at least; by default 1024 or a chunk, whichever is more",
-    )
-    add("--no-prefix-reuse", action="store_true", help="compute every prompt from its first token")
-    add(
-        "--no-calibrate",
-        action="store_true",
-        help="do not time a few chunks at the first start; cached prefixes are then ranked as on a fast accelerator",
-    )
-    add(
-        "--request-log-jsonl",
-        default=None,
-        metavar="PATH",
-        help="append a line of JSON for each request that ends; by default none",
-    )
-    add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what to log")
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with further options; also QWEN35_CONFIG")
+    server, engine = parser.add_argument_group("server"), parser.add_argument_group("engine")
+    for option in OPTIONS:
+        add = (engine if option.field in EngineOptions.model_fields else server).add_argument
+        if option.is_switch:
+            add(option.flag, dest=option.field, action=argparse.BooleanOptionalAction, help=_help(option))
+        else:
+            add(option.flag, dest=option.field, metavar=_placeholder(option), help=_help(option))
     return parser
 
 
-def _serve(args: argparse.Namespace) -> int:
-    folder = demo_folder() if args.model == "demo" else Path(args.model).absolute()
-    name = args.served_model_name or (args.model if args.model == "demo" else folder.name)
+def _placeholder(option: Option) -> str:
+    if option.choices:
+        return f"{{{','.join(option.choices)}}}"
+    if option.kind in (int, float):
+        return "N"
+    return "PATH" if option.kind is Path else option.name.split("_")[-1].upper()
+
+
+def _help(option: Option) -> str:
+    """The description, with a range that has two ends and a default that is not derived."""
+    notes = [option.values] if " to " in option.values else []
+    if option.default is not None:
+        notes.append(f"default: {option.default}")
+    text = option.description.replace("`", "")
+    return (f"{text[:-1]} ({'; '.join(notes)})." if notes else text).replace("%", "%%")
+
+
+def _read(arguments: Sequence[str]) -> Given:
+    parser = _parser()
+    flags, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        name = unknown[0].split("=")[0]
+        known = [flag for option in OPTIONS for flag in (option.flag, option.off_flag)]
+        raise SettingsError(f"{name} is not an option{nearest(name, known)}")
+    values = vars(flags)
+    config = values.pop("config", None)
+    return Given.read(values, os.environ, config)
+
+
+def _serve(settings: ServerSettings) -> None:
+    is_demo = settings.model == "demo"
+    folder = demo_folder() if is_demo else Path(settings.model).absolute()
+    name = settings.served_model_name or ("demo" if is_demo else folder.name)
     with contextlib.ExitStack() as stack:
         # The port and the log come before the model: what cannot be had should not cost a minute to find out.
-        listener = stack.enter_context(_listen(args.host, args.port))
-        log = stack.enter_context(RequestLog(args.request_log_jsonl)) if args.request_log_jsonl is not None else None
-        engine = stack.enter_context(Engine.from_folder(folder, _options(args), on_request=log))
+        listener = stack.enter_context(_listen(settings.host, settings.port))
+        path = settings.request_log_jsonl
+        log = None if path is None else stack.enter_context(RequestLog(path))
+        engine = stack.enter_context(Engine.from_folder(folder, settings, on_request=log))
         text = ChatText(folder, vocab_size=engine.config.vocab_size)
         app = create_app(engine, text, model_name=name, created=int(time.time()), request_log=log)
         config = uvicorn.Config(
             app,
-            log_level=args.log_level,
+            log_level=settings.log_level,
             access_log=False,
             timeout_graceful_shutdown=_GRACE_SECONDS,
             lifespan="off",
         )
         server = uvicorn.Server(config)
         _stop_on_signals(server)
-        _print_start(engine)
-        _print_address(listener, args.host, name)
+        _print_start(settings, engine)
+        _print_address(listener, settings.host, name)
         server.run(sockets=[listener])
-    return 0
 
 
 def _stop_on_signals(server: uvicorn.Server) -> None:
     """Have the server stop also on a signal that comes before it listens for signals itself.
 
-    It raises those that stopped it once more at its end: there is nothing left to interrupt by then, and the engine is
-    still to be closed.
+    At its end it raises the signals that stopped it once more: there is nothing left to interrupt by then, and the
+    engine is still to be closed.
     """
 
     def stop(*_: object) -> None:
@@ -197,13 +154,7 @@ def _stop_on_signals(server: uvicorn.Server) -> None:
         signal.signal(number, stop)
 
 
-class _CannotListen(Exception):
-    pass
-
-
 def _listen(host: str, port: int) -> socket.socket:
-    if not 0 <= port <= 65535:
-        raise _CannotListen(f"--port must be between 0 and 65535, got {port}")
     with contextlib.ExitStack() as on_failure:
         try:
             family, kind, proto, _name, address = socket.getaddrinfo(
@@ -214,13 +165,13 @@ def _listen(host: str, port: int) -> socket.socket:
             listener.bind(address)
             listener.listen(_BACKLOG)
         except OSError as error:
-            raise _CannotListen(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+            raise SettingsError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
         on_failure.pop_all()
     return listener
 
 
-def _print_start(engine: Engine) -> None:
-    """Where the memory went, and every choice in force as the flags that would make it."""
+def _print_start(settings: ServerSettings, engine: Engine) -> None:
+    """Where the memory went, and every choice in force as a command line that starts the same server."""
     ledger = engine.ledger()
     for tier in ("device", "host"):
         for entry in ledger.entries:
@@ -229,28 +180,8 @@ def _print_start(engine: Engine) -> None:
         print(f"{tier + ' in all':<12} {ledger.total_bytes(tier) / 2**20:10.1f} MiB\n")
     if ledger.free_bytes is not None:
         print(f"{'device left':<12} {ledger.free_bytes / 2**20:10.1f} MiB\n")
-    print(f"In force: {shlex.join(_flags(engine.options.as_options()))}\n", flush=True)
-
-
-def _options(args: argparse.Namespace) -> EngineOptions:
-    return EngineOptions(
-        **{option: getattr(args, flag.removeprefix("--").replace("-", "_")) for flag, option in _OPTIONS.items()},
-        kv_dtype=_KV_DTYPES[args.kv_dtype],
-        pending_timeout_seconds=args.pending_timeout_ms / 1000,
-        prefix_reuse=not args.no_prefix_reuse,
-        calibrate=not args.no_calibrate,
-    )
-
-
-def _flags(options: EngineOptions) -> list[str]:
-    """The command line that leads to these options."""
-    values = {flag: getattr(options, option) for flag, option in _OPTIONS.items()}
-    values["--kv-dtype"] = next(flag for flag, name in _KV_DTYPES.items() if name == options.kv_dtype)
-    values["--pending-timeout-ms"] = round(options.pending_timeout_seconds * 1000)
-    words = [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
-    if not options.calibrate:
-        words.append("--no-calibrate")
-    return words if options.prefix_reuse else [*words, "--no-prefix-reuse"]
+    in_force = settings.model_copy(update=engine.options.model_dump())
+    print(f"In force: {shlex.join(command_line(in_force))}\n", flush=True)
 
 
 def _print_address(listener: socket.socket, host: str, name: str) -> None:

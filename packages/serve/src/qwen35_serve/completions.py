@@ -11,10 +11,10 @@ from starlette.responses import JSONResponse, Response
 
 from qwen35_engine import Engine, GenerationRequest
 
-from .errors import ServeError, require_model
-from .generation import End, Generation, Piece, respond, sampling_of
+from .errors import require_model
+from .generation import End, Generation, Piece, sampling_of
+from .responses import head, respond, usage_body
 from .schema import CompletionRequest, parse_completion_request
-from .shapes import head, sse, usage_body
 from .text import ChatText
 
 __all__ = ["CompletionService"]
@@ -31,13 +31,17 @@ class CompletionService:
     async def respond(self, http: Request, body: bytes) -> Response:
         """Answer one request.
 
+        Args:
+            http: the client's request.
+            body: its body.
+
         Raises:
-            ServeError: before the answer has begun.
+            ServeError: the request is refused, or its whole answer failed.
         """
         # Milliseconds, for a long prompt, that other streams should not wait for.
         request, generation = await asyncio.to_thread(self._prepare, body)
         await generation.start()
-        events = self._stream(request, generation) if request.stream else None
+        events = self._events(request, generation) if request.stream else None
         return await respond(http, generation, events=events, whole=lambda: self._whole(request, generation))
 
     def _prepare(self, body: bytes) -> tuple[CompletionRequest, Generation]:
@@ -72,25 +76,17 @@ class CompletionService:
             pieces.append(item)
         raise AssertionError("a generation ends with its end")
 
-    async def _stream(self, request: CompletionRequest, generation: Generation) -> AsyncIterator[str]:
-        """Server-sent events. Closing the generator (the client left) cancels the request."""
+    async def _events(self, request: CompletionRequest, generation: Generation) -> AsyncIterator[dict[str, Any]]:
         first = head("cmpl", "text_completion", self._model_name)
         if request.include_usage:
             first["usage"] = None
-        try:
-            async for item in generation:
-                if isinstance(item, End):
-                    yield sse(first | {"choices": [self._choice(request, [], item.reason)]})
-                    if request.include_usage:
-                        yield sse(first | {"choices": [], "usage": usage_body(item.usage)})
-                elif item.text or item.logprobs:
-                    yield sse(first | {"choices": [self._choice(request, [item], None)]})
-        except ServeError as error:
-            # The status line is long gone; the client learns it from the stream.
-            yield sse(error.body())
-        finally:
-            generation.cancel()
-        yield "data: [DONE]\n\n"
+        async for item in generation:
+            if isinstance(item, End):
+                yield first | {"choices": [self._choice(request, [], item.reason)]}
+                if request.include_usage:
+                    yield first | {"choices": [], "usage": usage_body(item.usage)}
+            elif item.text or item.logprobs:
+                yield first | {"choices": [self._choice(request, [item], None)]}
 
     def _choice(self, request: CompletionRequest, pieces: list[Piece], reason: str | None) -> dict[str, Any]:
         logprobs = None if request.logprobs is None else self._logprobs(pieces)

@@ -10,6 +10,7 @@
     ├── Unavailable            503
     └── AnswerFailed           500, the forward pass of this request failed
     ModelFolderError           the folder's text files cannot be served (start-up only)
+    SettingsError              a flag, a file or an address that cannot be used (start-up only)
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = [
     "ModelNotFound",
     "Overloaded",
     "ServeError",
+    "SettingsError",
     "Unavailable",
     "from_engine",
     "require_model",
@@ -42,6 +44,10 @@ __all__ = [
 
 class ModelFolderError(CheckpointError):
     """Tokenizer or template of a model folder cannot be used; one line that names the file."""
+
+
+class SettingsError(Exception):
+    """The server cannot start as it was asked to; one line."""
 
 
 class ServeError(Exception):
@@ -107,7 +113,7 @@ def require_model(requested: str, *, served: str) -> None:
         raise ModelNotFound(f"model: this server serves {served!r}", param="model", code="model_not_found")
 
 
-def from_engine(error: EngineError, *, prompt: str) -> ServeError:
+def from_engine(error: EngineError, *, prompt: str | None) -> ServeError:
     """What a client is told of an error of the engine; ``prompt`` is the field that its prompt came in."""
     match error:
         case ContextLengthExceeded():

@@ -1,15 +1,12 @@
-"""One request in the engine, as text that comes: what every route that generates has in common."""
+"""One request in the engine, as text that comes in pieces."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
 
 from qwen35_engine import (
     Engine,
@@ -25,11 +22,11 @@ from qwen35_engine import (
     Usage,
 )
 
-from .errors import ServeError, Unavailable, from_engine
+from .errors import Unavailable, from_engine
 from .schema import SamplingFields
 from .text import StopStrings, TokenDecoder
 
-__all__ = ["End", "Generation", "Piece", "respond", "sampling_of"]
+__all__ = ["End", "Generation", "Piece", "sampling_of"]
 
 
 @dataclass(frozen=True)
@@ -43,14 +40,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class End:
-    """How it ended, ``stop`` or ``length``, and what it cost."""
+    """The last item: how the answer ended, ``stop`` or ``length``, and what it cost."""
 
     reason: str
     usage: Usage
 
 
 class Generation:
-    """Iterate once; ends with an ``End`` or raises ServeError. Leaving early is ``cancel``."""
+    """One request in the engine. Start it, then iterate once; it ends with an ``End``.
+
+    Raises:
+        ServeError: while iterating, where there is no answer or no more of it.
+    """
 
     def __init__(
         self,
@@ -61,7 +62,15 @@ class Generation:
         prompt: str,
         stops: Sequence[str],
     ) -> None:
-        """``prompt`` is the field of the client's request that the tokens came from."""
+        """Nothing is queued yet.
+
+        Args:
+            engine: answers.
+            decoder: a fresh one.
+            request: what to continue.
+            prompt: the field of the client's request that the tokens came from.
+            stops: the answer ends before the first of these strings.
+        """
         self._engine = engine
         self._prompt = prompt
         self._decoder = decoder
@@ -95,6 +104,7 @@ class Generation:
         return self._stream.request_id
 
     def cancel(self) -> None:
+        """End the request: its answer is not wanted any more. No effect after its end."""
         if self._stream is not None:
             self._stream.cancel()
 
@@ -113,7 +123,7 @@ class Generation:
                     case Started():
                         pass
                     case NewTokens(ids, logprobs):
-                        # What is drawn after a stop string, before the engine hears of it, nobody is to see.
+                        # What is drawn after a stop string, before the engine hears of it, is not shown.
                         if not self._stops.stopped:
                             yield Piece(self._stops.feed(self._decoder.feed(ids)), ids, logprobs)
                             self._end_if_stopped()
@@ -136,46 +146,6 @@ class Generation:
         if reason == "cancelled":
             raise Unavailable("the request was cancelled", code="cancelled")
         return reason
-
-
-async def respond(
-    http: Request,
-    generation: Generation,
-    *,
-    events: AsyncIterator[str] | None,
-    whole: Callable[[], Awaitable[Response]],
-) -> Response:
-    """What a started generation is answered with: server-sent ``events``, or where there are none the ``whole``. Its
-    ``x-request-id`` is the number under which the request log knows it."""
-    response: Response
-    if events is not None:
-        response = StreamingResponse(events, media_type="text/event-stream")
-    else:
-        response = await _unless_client_leaves(http, generation, whole)
-    response.headers["x-request-id"] = str(generation.request_id)
-    return response
-
-
-async def _unless_client_leaves(
-    http: Request, generation: Generation, collect: Callable[[], Awaitable[Response]]
-) -> Response:
-    """The collected answer; when the client goes away before it is there, the request is cancelled."""
-    collecting = asyncio.ensure_future(collect())
-    leaving = asyncio.ensure_future(_disconnected(http))
-    try:
-        await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return collecting.result() if collecting.done() else Response(status_code=499)
-    finally:
-        generation.cancel()
-        for task in (collecting, leaving):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, ServeError):
-                await task
-
-
-async def _disconnected(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
 
 
 def sampling_of(request: SamplingFields) -> SamplingParams:

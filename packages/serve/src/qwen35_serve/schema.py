@@ -17,7 +17,7 @@ _Request = TypeVar("_Request", bound="SamplingFields")
 
 
 class _Part(BaseModel):
-    """Fields OpenAI has and this server does not know are left alone, so that new clients keep working."""
+    """A part of a body. Unknown fields are ignored, so that new clients keep working."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -78,7 +78,7 @@ class SamplingFields(_Part):
     cache_prompt: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=4)] | None = None
-    # What would change the answer and is not supported must not be dropped in silence.
+    # What is not supported and would change the answer is refused, not ignored.
     n: Literal[1] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
@@ -146,7 +146,7 @@ class ChatRequest(SamplingFields):
         return arguments
 
 
-# What the call to the template sets itself; a client must not reach it.
+# What the call to the template sets itself.
 _RESERVED_ARGUMENTS = frozenset(
     "messages conversation tools documents chat_template add_generation_prompt continue_final_message tokenize padding"
     " truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
@@ -157,8 +157,8 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     """Check the body of a chat request.
 
     Raises:
-        InvalidRequest: not JSON, or a field missing, of the wrong type or out of its range. Names the field; never
-            repeats what the client sent.
+        InvalidRequest: not JSON, or a field missing, of the wrong type or out of its range. It names the field and does
+            not repeat what the client sent.
     """
     request = _parse(ChatRequest, body)
     reserved = _RESERVED_ARGUMENTS & set(request.chat_template_kwargs or {})
@@ -171,7 +171,11 @@ def parse_chat_request(body: bytes) -> ChatRequest:
 
 
 def parse_completion_request(body: bytes) -> CompletionRequest:
-    """Check the body of a completion request; raises as ``parse_chat_request`` does."""
+    """Check the body of a completion request.
+
+    Raises:
+        InvalidRequest: as of ``parse_chat_request``.
+    """
     return _parse(CompletionRequest, body)
 
 
@@ -189,7 +193,7 @@ def _parse(kind: type[_Request], body: bytes) -> _Request:
 
 
 def _from_validation(error: ValidationError) -> InvalidRequest:
-    """One complaint: where a field may be several things, the one that came furthest says most."""
+    """One complaint: of a field that may be several things, the one about the deepest place."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     chosen = max(errors, key=lambda entry: len(entry["loc"]))
     # The branch of a union is no part of a field's name.

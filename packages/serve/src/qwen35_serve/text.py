@@ -1,4 +1,4 @@
-"""Text on one side, token ids on the other: the chat template, the tokenizer, decoding as tokens come, stop strings."""
+"""Between text and token ids: the chat template, the tokenizer, decoding as tokens come, stop strings."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ChatText:
         tokens = tuple(self.encode(text))
         hints = self.hints(tokens)
         if tools and hints.structural and messages[0].get("role") in ("system", "developer"):
-            with contextlib.suppress(*_TEMPLATE_ERRORS):  # a template that wants a text there tells nothing
+            with contextlib.suppress(*_TEMPLATE_ERRORS):  # a template may refuse an empty text there
                 silent = self._apply([{**messages[0], "content": ""}, *messages[1:]], tools, template_arguments)
                 before_text = self.encode(text[: _common_length(text, silent)])
                 end_of_tools = _common_length(tokens, tuple(before_text))
@@ -98,8 +98,8 @@ class ChatText:
         return ChatPrompt(tokens, hints, thinking=text.rstrip().endswith("<think>"))
 
     def hints(self, tokens: Sequence[int]) -> TapHints:
-        """What the control tokens of a prompt, rendered here or by the client, tell of its structure: where messages
-        begin, where a system message in front ends, where an answer is opened."""
+        """What a prompt's control tokens tell of its structure, whether it was rendered here or by the client: where
+        messages begin, where a system message in front ends, where an answer is opened."""
         if self._start is None or self._end is None:
             return TapHints()
         starts = []
@@ -165,6 +165,7 @@ class TokenDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, ids: Sequence[int]) -> str:
+        """The text that is complete with these tokens."""
         return self._utf8.decode(b"".join(self._piece(i) for i in ids))
 
     def finish(self) -> str:
