@@ -25,6 +25,27 @@ def test_a_minimal_request() -> None:
     assert not request.include_usage
 
 
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"prompt": 5}, "prompt: must be text or a list of token ids, and not empty"),
+        ({"prompt": [[1]]}, "prompt.0: Input should be a valid integer"),
+        ({"prompt": []}, "prompt: must be text or a list of token ids, and not empty"),
+        ({}, "prompt: Field required"),
+    ],
+)
+def test_a_complaint_about_a_prompt_says_what_one_may_be(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_completion_request(json.dumps({"model": "m"} | changes).encode())
+    assert caught.value.message == complaint
+
+
+def test_a_complaint_of_the_servers_own_is_passed_on_as_it_is() -> None:
+    body = {"model": "m", "messages": [{"role": "user"}]}
+    with pytest.raises(InvalidRequest, match=r"^messages\.0: content must be text or a list of text parts$"):
+        parse_chat_request(json.dumps(body).encode())
+
+
 def test_unknown_fields_are_left_alone() -> None:
     assert parse(user="u", store=True, metadata={"a": "b"}, parallel_tool_calls=True).model == "demo"
 

@@ -101,12 +101,19 @@ class SamplingFields(_Part):
 class CompletionRequest(SamplingFields):
     """``prompt`` is text or token ids; ``ignore_eos`` goes on past the model's end tokens up to ``max_tokens``."""
 
-    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    prompt: str | list[Annotated[int, Field(ge=0)]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     ignore_eos: bool | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _text_or_ids(cls, value: object) -> object:
+        if not isinstance(value, str | list) or not value:
+            raise ValueError("must be text or a list of token ids, and not empty")
+        return value
 
 
 class ChatRequest(SamplingFields):
@@ -197,6 +204,6 @@ def _from_validation(error: ValidationError) -> InvalidRequest:
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     chosen = max(errors, key=lambda entry: len(entry["loc"]))
     # The branch of a union is no part of a field's name.
-    parts = [str(part) for part in chosen["loc"] if part not in ("str", "constrained-str") and "[" not in str(part)]
+    parts = [str(part) for part in chosen["loc"] if part != "str" and "[" not in str(part)]
     param = ".".join(parts)
-    return InvalidRequest(f"{param}: {chosen['msg']}", param=param)
+    return InvalidRequest(f"{param}: {chosen['msg'].removeprefix('Value error, ')}", param=param)
