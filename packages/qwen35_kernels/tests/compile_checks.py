@@ -26,7 +26,7 @@ from triton.compiler.compiler import make_backend
 
 from qwen35_kernels.layout import KVProfile, PageLayout
 from qwen35_kernels.sequences import Tap, plan_sequences
-from qwen35_kernels.triton import attention, conv, delta_rule, kv_store, moe, records, rows
+from qwen35_kernels.triton import attention, conv, delta_rule, kv_store, moe, rows
 from qwen35_kernels.triton.launch import Launch
 
 
@@ -144,10 +144,6 @@ def all_launches() -> Iterator[tuple[str, Launch]]:
             if model.experts:
                 for launch in moe_launches(model, dtype):
                     yield label, launch
-    words = meta(9, 4096, dtype=torch.int64)
-    index = meta(4, dtype=torch.int64)
-    for launch in records.plan_copy_records(source=words, destination=words, source_rows=index, destination_rows=index):
-        yield "records", launch
 
 
 TYPES = {

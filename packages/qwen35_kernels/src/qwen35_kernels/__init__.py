@@ -14,7 +14,6 @@ from qwen35_kernels.layout import BLOCK_TOKENS, ByteRange, KVProfile, LayerKV, P
 from qwen35_kernels.mlp import swiglu
 from qwen35_kernels.moe import moe_combine_shared, moe_experts, moe_route
 from qwen35_kernels.norms import gated_rms_norm, rms_norm
-from qwen35_kernels.records import copy_records
 from qwen35_kernels.rotary import qk_norm_rotary, rotary_frequencies, rotary_tables
 from qwen35_kernels.sampling import log_probabilities, sample
 from qwen35_kernels.sequences import Tap
@@ -34,7 +33,6 @@ __all__ = [
     "attention_gate",
     "causal_conv1d_prefill",
     "causal_conv1d_step",
-    "copy_records",
     "delta_gates",
     "gated_delta_rule_prefill",
     "gated_delta_rule_step",
