@@ -17,8 +17,13 @@ from benchmarks.command import command_line, load, write_result
 from benchmarks.timing import Times, spent, take_turns
 from qwen35_kernels import (
     BLOCK_TOKENS,
+    DecodePages,
+    DecodeStates,
     KVProfile,
     PageLayout,
+    PrefillPages,
+    PrefillStates,
+    TokenRows,
     Workspace,
     causal_conv1d_prefill,
     causal_conv1d_step,
@@ -128,7 +133,9 @@ class DeltaBench:
         channels = sum(shape.sizes)
         self.history = torch.zeros(2, channels, config.linear_conv_kernel_dim - 1)
         self.state = torch.zeros(2, shape.value_heads, shape.dim, shape.dim)
-        self.slots = torch.ones(1, dtype=torch.int64)
+        # Made once a pass, for all of its layers.
+        self.chunk = PrefillStates(slots=[1], cu_seqlens=[0, tokens], bases=[0], num_slots=2)
+        self.step = DecodeStates(slots=torch.ones(1, dtype=torch.int64), num_slots=2)
         self.workspace = Workspace()
 
     def set_projections(self, *, real: bool) -> None:
@@ -150,21 +157,20 @@ class DeltaBench:
             qkv, z, b, a = (module(x) for module in self.projections.values())
         weight = self.conv_weight
         g, beta = delta_gates(a=a, b=b, a_log=self.a_log, dt_bias=self.dt_bias)
-        call: dict[str, Any] = {"slots": [1], "cu_seqlens": [0, self.tokens], "bases": [0], "has_state": [False]}
         if decode:
-            y = causal_conv1d_step(x=qkv, weight=weight, history=self.history, slots=self.slots)
+            y = causal_conv1d_step(x=qkv, weight=weight, history=self.history, states=self.step)
         else:
-            y = causal_conv1d_prefill(x=qkv, weight=weight, history=self.history, **call)
+            y = causal_conv1d_prefill(x=qkv, weight=weight, history=self.history, states=self.chunk)
         heads = (self.shape.key_heads, self.shape.key_heads, self.shape.value_heads)
         q, k, v = (
             part.view(self.tokens, n, self.shape.dim)
             for part, n in zip(y.split_with_sizes(self.sizes, dim=1), heads, strict=True)
         )
         if decode:
-            o = gated_delta_rule_step(q=q, k=k, v=v, g=g, beta=beta, state=self.state, slots=self.slots)
+            o = gated_delta_rule_step(q=q, k=k, v=v, g=g, beta=beta, state=self.state, states=self.step)
         else:
             o = gated_delta_rule_prefill(
-                q=q, k=k, v=v, g=g, beta=beta, state=self.state, workspace=self.workspace, **call
+                q=q, k=k, v=v, g=g, beta=beta, state=self.state, states=self.chunk, workspace=self.workspace
             )
         o = gated_rms_norm(x=o, gate=z.view(o.shape), weight=self.norm_weight, eps=self.eps)
         out = o.view(self.tokens, -1)
@@ -200,13 +206,15 @@ class AttentionBench:
         self.tables = torch.randperm(blocks, generator=rng).add_(1).unsqueeze(0)
         positions = torch.arange(self.length)
         pages = self.tables[0][positions // BLOCK_TOKENS]
-        rows = positions % BLOCK_TOKENS
-        store_kv(k=k, v=v, kv=self.kv, pages=pages, rows=rows)
+        rows = TokenRows(pages=pages, rows=positions % BLOCK_TOKENS, num_pages=self.kv.num_pages)
+        store_kv(k=k, v=v, kv=self.kv, rows=rows)
         self.k, self.v = (x.transpose(0, 1).unsqueeze(0).contiguous() for x in (k, v))
         seen = positions.unsqueeze(0) <= (self.base + torch.arange(queries)).unsqueeze(1)
         self.mask = torch.zeros(queries, self.length).masked_fill(~seen, float("-inf"))
         self.workspace = Workspace()
-        self.lengths = torch.tensor([self.length])
+        shared: dict[str, Any] = {"block_tables": self.tables, "num_pages": self.kv.num_pages}
+        self.chunk = PrefillPages(cu_seqlens=[0, queries], bases=[history], **shared)
+        self.step = DecodePages(lengths=torch.tensor([self.length]), **shared)
 
     def theirs(self, q: Tensor, mask: Tensor | None) -> Tensor:
         return nn.functional.scaled_dot_product_attention(q, self.k, self.v, attn_mask=mask, enable_gqa=True)
@@ -218,9 +226,7 @@ class AttentionBench:
             return paged_attention_prefill(
                 q=self.q,
                 kv=self.kv,
-                block_tables=self.tables,
-                cu_seqlens=[0, len(self.q)],
-                bases=[self.base],
+                pages=self.chunk,
                 workspace=self.workspace,
             )
 
@@ -233,8 +239,7 @@ class AttentionBench:
             return paged_attention_decode(
                 q=self.q[-1:],
                 kv=self.kv,
-                block_tables=self.tables,
-                lengths=self.lengths,
+                pages=self.step,
                 workspace=self.workspace,
             )
 

@@ -25,8 +25,8 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
 from qwen35_kernels.layout import KVProfile, PageLayout
-from qwen35_kernels.sequences import Tap, plan_sequences
-from qwen35_kernels.triton import attention, conv, delta_rule, kv_store, moe, records, rows
+from qwen35_kernels.plans import DecodePages, PrefillPages, PrefillStates, Tap
+from qwen35_kernels.triton import attention, conv, delta_rule, kv_store, moe, rows
 from qwen35_kernels.triton.launch import Launch
 
 
@@ -66,23 +66,14 @@ def delta_launches(model: Model, dtype: torch.dtype) -> Iterator[Launch]:
     sizes = [model.key_heads * dim, model.key_heads * dim, model.value_heads * dim]
     q, k, v = (x.view(TOKENS, -1, dim) for x in torch.split(meta(TOKENS, sum(sizes), dtype=dtype), sizes, dim=1))
     g = beta = meta(TOKENS, model.value_heads, dtype=torch.float32)
-    plans = plan_sequences(
-        "compile",
-        num_tokens=TOKENS,
-        num_slots=9,
-        slots=[1],
-        cu_seqlens=[0, TOKENS],
-        bases=[5],
-        taps=[Tap(0, 70, 2)],
-        has_state=None,
-    )
+    states = PrefillStates(slots=[1], cu_seqlens=[0, TOKENS], bases=[5], taps=[Tap(0, 70, 2)], num_slots=9)
     inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state, "o": torch.empty_like(v)}
-    yield from delta_rule.plan_prefill(**inputs, plans=plans)
+    yield from delta_rule.plan_prefill(**inputs, states=states)
     yield from delta_rule.plan_step(**inputs, slots=meta(TOKENS, dtype=torch.int64))
     x = meta(TOKENS, sum(sizes), dtype=dtype)
     history = meta(9, sum(sizes), 3, dtype=dtype)
     weight = meta(sum(sizes), 4, dtype=dtype)
-    yield from conv.plan_prefill(x=x, weight=weight, history=history, y=x, plans=plans)
+    yield from conv.plan_prefill(x=x, weight=weight, history=history, y=x, states=states)
     yield from conv.plan_step(x=x, weight=weight, history=history, slots=meta(TOKENS, dtype=torch.int64), y=x)
 
 
@@ -112,10 +103,12 @@ def attention_launches(model: Model, dtype: torch.dtype, profile: KVProfile) -> 
     kv = layout.kv(arena, 1)
     shared: dict[str, Any] = {"kv": kv, "o": o, "lse": lse}
     tables = meta(1, 40, dtype=torch.int64)
-    yield from attention.plan_prefill(q=q, block_tables=tables, cu_seqlens=[0, TOKENS], bases=[700], **shared)
+    chunk = PrefillPages(block_tables=tables, cu_seqlens=[0, TOKENS], bases=[700], num_pages=50)
+    yield from attention.plan_prefill(q=q, pages=chunk, **shared)
     lanes = meta(TOKENS, 40, dtype=torch.int64)
     lengths = meta(TOKENS, dtype=torch.int64)
-    yield from attention.plan_decode(q=q, block_tables=lanes, lengths=lengths, **shared)
+    step = DecodePages(block_tables=lanes, lengths=lengths, num_pages=50)
+    yield from attention.plan_decode(q=q, pages=step, **shared)
     k = meta(TOKENS, model.kv_heads, model.head_dim, dtype=dtype)
     index = meta(TOKENS, dtype=torch.int64)
     yield from kv_store.plan_store_kv(k=k, v=k, kv=kv, pages=index, rows=index)
@@ -144,10 +137,6 @@ def all_launches() -> Iterator[tuple[str, Launch]]:
             if model.experts:
                 for launch in moe_launches(model, dtype):
                     yield label, launch
-    words = meta(9, 4096, dtype=torch.int64)
-    index = meta(4, dtype=torch.int64)
-    for launch in records.plan_copy_records(source=words, destination=words, source_rows=index, destination_rows=index):
-        yield "records", launch
 
 
 TYPES = {

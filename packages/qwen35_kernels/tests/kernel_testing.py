@@ -6,14 +6,31 @@ import functools
 import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from qwen35_kernels import BLOCK_TOKENS, PageLayout, store_kv
+from qwen35_kernels import (
+    BLOCK_TOKENS,
+    DecodePages,
+    DecodeStates,
+    LayerKV,
+    PageLayout,
+    PrefillPages,
+    PrefillStates,
+    Tap,
+    TokenRows,
+    causal_conv1d_prefill,
+    causal_conv1d_step,
+    gated_delta_rule_prefill,
+    gated_delta_rule_step,
+    paged_attention_decode,
+    paged_attention_prefill,
+    store_kv,
+)
 from qwen35_kernels.quantisation import quantise_rows
 
 # What `torch.empty` is outside tests.
@@ -227,7 +244,7 @@ def store_sequence(
     """Store k, v [T, HKV, D] at positions base.. of the sequence with this block table."""
     positions = torch.arange(base, base + k.shape[0])
     pages, rows = table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
-    store_kv(k=k, v=v, kv=layout.kv(arena, layer), pages=pages, rows=rows)
+    store(k=k, v=v, kv=layout.kv(arena, layer), pages=pages, rows=rows)
 
 
 def place_sequence(arena: Tensor, layout: PageLayout, layer: int, table: Tensor, k: Tensor, v: Tensor) -> None:
@@ -266,3 +283,54 @@ def _read_row(view: Tensor, scales: Tensor | None, name: str, page: int, row: in
         return values
     scale = scales[page, :, row].double()
     return values * scale.repeat_interleave(values.shape[-1] // scale.shape[-1], dim=-1)
+
+
+# -- ops with a plan of their own, as one layer alone would make it ------------------------------------------------
+
+
+def prefill_states(
+    arena: Tensor, slots: Sequence[int], cu_seqlens: Sequence[int], bases: Sequence[int], taps: Sequence[Tap] = ()
+) -> PrefillStates:
+    return PrefillStates(slots=slots, cu_seqlens=cu_seqlens, bases=bases, taps=taps, num_slots=len(arena))
+
+
+def conv_prefill(*, x: Tensor, weight: Tensor, history: Tensor, **where: Any) -> Tensor:
+    return causal_conv1d_prefill(x=x, weight=weight, history=history, states=prefill_states(history, **where))
+
+
+def conv_step(*, x: Tensor, weight: Tensor, history: Tensor, slots: Tensor) -> Tensor:
+    states = DecodeStates(slots=slots, num_slots=len(history))
+    return causal_conv1d_step(x=x, weight=weight, history=history, states=states)
+
+
+def delta_prefill(
+    *,
+    state: Tensor,
+    slots: Sequence[int],
+    cu_seqlens: Sequence[int],
+    bases: Sequence[int],
+    taps: Sequence[Tap] = (),
+    **inputs: Any,
+) -> Tensor:
+    states = prefill_states(state, slots, cu_seqlens, bases, taps)
+    return gated_delta_rule_prefill(**inputs, state=state, states=states)
+
+
+def delta_step(*, state: Tensor, slots: Tensor, **inputs: Tensor) -> Tensor:
+    return gated_delta_rule_step(**inputs, state=state, states=DecodeStates(slots=slots, num_slots=len(state)))
+
+
+def attention_prefill(
+    *, kv: LayerKV, block_tables: Tensor, cu_seqlens: Sequence[int], bases: Sequence[int], **inputs: Any
+) -> Tensor:
+    pages = PrefillPages(block_tables=block_tables, cu_seqlens=cu_seqlens, bases=bases, num_pages=kv.num_pages)
+    return paged_attention_prefill(**inputs, kv=kv, pages=pages)
+
+
+def attention_decode(*, kv: LayerKV, block_tables: Tensor, lengths: Tensor, **inputs: Any) -> Tensor:
+    pages = DecodePages(block_tables=block_tables, lengths=lengths, num_pages=kv.num_pages)
+    return paged_attention_decode(**inputs, kv=kv, pages=pages)
+
+
+def store(*, k: Tensor, v: Tensor, kv: LayerKV, pages: Tensor, rows: Tensor) -> None:
+    store_kv(k=k, v=v, kv=kv, rows=TokenRows(pages=pages, rows=rows, num_pages=kv.num_pages))

@@ -4,6 +4,8 @@ import torch
 from kernel_testing import (
     assert_close,
     assert_same_bits,
+    attention_decode,
+    attention_prefill,
     distant_rows,
     generator,
     nan_arena,
@@ -20,8 +22,6 @@ from qwen35_kernels import (
     attention_gate,
     attention_tiles,
     merge_attention_states,
-    paged_attention_decode,
-    paged_attention_prefill,
     reference,
 )
 from qwen35_kernels.dispatch import triton_for
@@ -54,7 +54,7 @@ def test_prefill_matches_the_oracle(profile: KVProfile, dtype: torch.dtype, head
     q = (torch.randn(sum(chunks), heads, 64, generator=rng) * 2).to(dtype)
     cu = [0, 1, 71, 71, 135, 168]
     lse = torch.full((sum(chunks), heads), float("nan"))
-    o = paged_attention_prefill(
+    o = attention_prefill(
         q=q,
         kv=layout.kv(guarded.arena, 1),
         block_tables=tables,
@@ -74,7 +74,7 @@ def test_prefill_matches_the_oracle(profile: KVProfile, dtype: torch.dtype, head
 def test_prefill_over_several_key_tiles_matches_the_oracle() -> None:
     layout, guarded, tables, rng = fill(51, [4200], kv_heads=1)
     q = torch.randn(150, 2, 64, generator=rng) * 3
-    o = paged_attention_prefill(
+    o = attention_prefill(
         q=q,
         kv=layout.kv(guarded.arena, 1),
         block_tables=tables,
@@ -95,7 +95,7 @@ def test_decode_matches_the_oracle(profile: KVProfile, dtype: torch.dtype, heads
     before = guarded.arena.clone()
     q = (torch.randn(5, heads, 64, generator=rng) * 3).to(dtype)
     lse = torch.full((5, heads), float("nan"))
-    o = paged_attention_decode(
+    o = attention_decode(
         q=q,
         kv=layout.kv(guarded.arena, 1),
         block_tables=tables,
@@ -114,7 +114,7 @@ def test_decode_matches_the_oracle(profile: KVProfile, dtype: torch.dtype, heads
 def test_large_scores_do_not_overflow() -> None:
     layout, guarded, tables, rng = fill(53, [130])
     q = torch.randn(1, 2, 64, generator=rng) * 500
-    o = paged_attention_decode(q=q, kv=layout.kv(guarded.arena, 1), block_tables=tables, lengths=torch.tensor([130]))
+    o = attention_decode(q=q, kv=layout.kv(guarded.arena, 1), block_tables=tables, lengths=torch.tensor([130]))
     k, v = stored_sequence(guarded.arena, layout, 1, tables[0], 130)
     assert_close(o, reference.attention(q, k, v, 129)[0], atol=1e-3, rtol=1e-3)
 
@@ -130,17 +130,15 @@ def test_two_sequences_may_share_pages_and_do_not_depend_on_the_batch(
     tables[1, :2] = tables[0, :2]
     q = torch.randn(4, 6, 64, generator=rng)
     arguments = {"kv": layout.kv(guarded.arena, 1)}
-    whole = paged_attention_decode(q=q, block_tables=tables, lengths=torch.tensor(lengths), **arguments)
+    whole = attention_decode(q=q, block_tables=tables, lengths=torch.tensor(lengths), **arguments)
     chunk = torch.randn(90, 6, 64, generator=rng)
     cu, bases = [0, 40, 41, 60, 90], [160, 149, 45, 271]
-    chunked = paged_attention_prefill(q=chunk, block_tables=tables, cu_seqlens=cu, bases=bases, **arguments)
+    chunked = attention_prefill(q=chunk, block_tables=tables, cu_seqlens=cu, bases=bases, **arguments)
     for rows in ([0], [1], [2], [3], [3, 1], [2, 0, 1]):
-        part = paged_attention_decode(
-            q=q[rows], block_tables=tables[rows], lengths=torch.tensor(lengths)[rows], **arguments
-        )
+        part = attention_decode(q=q[rows], block_tables=tables[rows], lengths=torch.tensor(lengths)[rows], **arguments)
         assert_same_bits(part, whole[rows], f"lanes {rows}")
     for i in range(4):
-        part = paged_attention_prefill(
+        part = attention_prefill(
             q=chunk[cu[i] : cu[i + 1]],
             block_tables=tables[i : i + 1],
             cu_seqlens=[0, cu[i + 1] - cu[i]],
@@ -173,7 +171,7 @@ def test_keys_read_where_they_lie_give_the_bits_of_gathered_ones(
     monkeypatch.setattr(
         attention_tiles.LayerPages, "keys", lambda self, pages: (gathered.append(len(pages)), plain(self, pages))[1]
     )
-    alone = paged_attention_decode(
+    alone = attention_decode(
         q=q[:1],
         block_tables=tables[:1],
         lengths=torch.tensor(lengths[:1]),
@@ -182,7 +180,7 @@ def test_keys_read_where_they_lie_give_the_bits_of_gathered_ones(
     )
     assert gathered == []
     both_lse = torch.empty(2, 2 * groups)
-    both = paged_attention_decode(q=q, block_tables=tables, lengths=torch.tensor(lengths), lse=both_lse, **arguments)
+    both = attention_decode(q=q, block_tables=tables, lengths=torch.tensor(lengths), lse=both_lse, **arguments)
     assert sum(gathered) == 27
     assert_same_bits(alone, both[:1])
     assert_same_bits(lse, both_lse[:1])
@@ -199,7 +197,7 @@ def test_merging_partitions_of_the_keys_equals_attention_over_all() -> None:
     partitions = ((shared.expand(2, 2), torch.tensor([128, 128])), (tables[:, 2:], lengths - 128))
     for block_tables, counts in partitions:
         lse = torch.empty(2, 6)
-        part = paged_attention_decode(q=q, block_tables=block_tables, lengths=counts, lse=lse, **arguments)
+        part = attention_decode(q=q, block_tables=block_tables, lengths=counts, lse=lse, **arguments)
         outputs.append(part)
         sums.append(lse)
     o, lse = merge_attention_states(o=torch.stack(outputs), lse=torch.stack(sums))
@@ -233,12 +231,12 @@ def test_a_workspace_changes_no_bit() -> None:
     for _ in range(2):
         q = torch.randn(2, 4, 64, generator=rng)
         lengths = torch.tensor([300, 90])
-        plain = paged_attention_decode(q=q, lengths=lengths, **arguments)
-        reused = paged_attention_decode(q=q, lengths=lengths, workspace=workspace, **arguments)
+        plain = attention_decode(q=q, lengths=lengths, **arguments)
+        reused = attention_decode(q=q, lengths=lengths, workspace=workspace, **arguments)
         assert_same_bits(reused, plain)
         chunk = {"q": torch.randn(70, 4, 64, generator=rng), "cu_seqlens": [0, 50, 70], "bases": [250, 70]}
-        plain = paged_attention_prefill(**chunk, **arguments)
-        assert_same_bits(paged_attention_prefill(**chunk, workspace=workspace, **arguments), plain)
+        plain = attention_prefill(**chunk, **arguments)
+        assert_same_bits(attention_prefill(**chunk, workspace=workspace, **arguments), plain)
     assert workspace.num_bytes > 0
 
 
@@ -251,7 +249,7 @@ def test_pages_beyond_two_gibibytes_are_reached(profile: KVProfile) -> None:
     q = torch.randn(2, 4, 64, generator=rng)
     decode = {"q": q, "lengths": torch.tensor([70, 130])}
     prefill = {"q": q, "cu_seqlens": [0, 1, 2], "bases": [69, 129]}
-    for op, arguments in ((paged_attention_decode, decode), (paged_attention_prefill, prefill)):
+    for op, arguments in ((attention_decode, decode), (attention_prefill, prefill)):
         near = op(**arguments, kv=layout.kv(guarded.arena, 1), block_tables=tables)
         assert_same_bits(op(**arguments, kv=layout.kv(far, 1), block_tables=tables + first), near)
 
@@ -281,10 +279,11 @@ def test_bad_input_names_op_constraint_and_value() -> None:
         ({"q": torch.zeros(2, 2, 32)}, "q must have head dim 64, got 32"),
         ({"q": torch.zeros(2, 2, 64).half()}, "q must be float32 or bfloat16, got 'float16'"),
     ):
-        with pytest.raises(KernelInputError, match="paged_attention_decode: " + message):
-            paged_attention_decode(**{**arguments, **changes})
+        op = "paged_attention_decode" if "q" in changes else "DecodePages"
+        with pytest.raises(KernelInputError, match=f"{op}: {message}"):
+            attention_decode(**{**arguments, **changes})
     del arguments["lengths"]
-    with pytest.raises(KernelInputError, match="paged_attention_prefill: block_tables must cover 201 tokens"):
-        paged_attention_prefill(**arguments, cu_seqlens=[0, 1, 2], bases=[200, 0])
+    with pytest.raises(KernelInputError, match="PrefillPages: block_tables must cover 201 tokens"):
+        attention_prefill(**arguments, cu_seqlens=[0, 1, 2], bases=[200, 0])
     with pytest.raises(KernelInputError, match="bases must not be negative"):
-        paged_attention_prefill(**arguments, cu_seqlens=[0, 1, 2], bases=[-1, 0])
+        attention_prefill(**arguments, cu_seqlens=[0, 1, 2], bases=[-1, 0])

@@ -1,15 +1,8 @@
 import pytest
 import torch
 
-from kernel_testing import assert_close, assert_same_bits, distant_rows, generator, tolerance
-from qwen35_kernels import (
-    KernelInputError,
-    StateLayout,
-    Tap,
-    causal_conv1d_prefill,
-    causal_conv1d_step,
-    reference,
-)
+from kernel_testing import assert_close, assert_same_bits, conv_prefill, conv_step, distant_rows, generator, tolerance
+from qwen35_kernels import KernelInputError, StateLayout, Tap, reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -41,7 +34,7 @@ def make(seed: int, tokens: int, *, channels: int = 24, width: int = 4, slots: i
 def test_prefill_matches_the_oracle(tokens: int, width: int, dtype: torch.dtype) -> None:
     x, weight, history, _ = make(10, tokens, width=width, dtype=dtype)
     before = history.clone()
-    y = causal_conv1d_prefill(x=x, weight=weight, history=history, slots=[3], cu_seqlens=[0, tokens], bases=[7])
+    y = conv_prefill(x=x, weight=weight, history=history, slots=[3], cu_seqlens=[0, tokens], bases=[7])
     assert_close(y, reference.causal_conv1d(x, weight, before[3]), **tolerance(dtype))
     joined = torch.cat([before[3].t(), x])
     assert_same_bits(history[3], joined[tokens:].t())
@@ -49,21 +42,12 @@ def test_prefill_matches_the_oracle(tokens: int, width: int, dtype: torch.dtype)
         assert_same_bits(history[slot], before[slot])
 
 
-def test_a_sequence_without_state_starts_from_zeros() -> None:
-    x, weight, history, _ = make(11, 5)
-    history[2] = float("nan")
-    y = causal_conv1d_prefill(
-        x=x, weight=weight, history=history, slots=[2], cu_seqlens=[0, 5], bases=[0], has_state=[False]
-    )
-    assert_close(y, reference.causal_conv1d(x, weight, torch.zeros(24, 3)), **tolerance(torch.float32))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_taps_equal_a_gather_of_the_inputs(dtype: torch.dtype) -> None:
     for position in range(101, 108):
         x, weight, history, _ = make(12, 7, dtype=dtype)
         before = history.clone()
-        causal_conv1d_prefill(
+        conv_prefill(
             x=x,
             weight=weight,
             history=history,
@@ -83,7 +67,7 @@ def test_a_sequence_does_not_depend_on_the_batch_or_chunking(threads: int, set_t
     set_threads(threads)
     x, weight, history, _ = make(13, 300, channels=205)
     start = history.clone()
-    whole = causal_conv1d_prefill(
+    whole = conv_prefill(
         x=x,
         weight=weight,
         history=history,
@@ -94,14 +78,12 @@ def test_a_sequence_does_not_depend_on_the_batch_or_chunking(threads: int, set_t
     )
     for i, (a, b) in enumerate(((0, 131), (131, 131), (131, 300))):
         alone = start.clone()
-        y = causal_conv1d_prefill(
-            x=x[a:b], weight=weight, history=alone, slots=[i + 1], cu_seqlens=[0, b - a], bases=[0]
-        )
+        y = conv_prefill(x=x[a:b], weight=weight, history=alone, slots=[i + 1], cu_seqlens=[0, b - a], bases=[0])
         assert_same_bits(y, whole[a:b])
         assert_same_bits(alone[i + 1], history[i + 1])
     parts = start.clone()
     pieces = [
-        causal_conv1d_prefill(x=x[a:b], weight=weight, history=parts, slots=[1], cu_seqlens=[0, b - a], bases=[a])
+        conv_prefill(x=x[a:b], weight=weight, history=parts, slots=[1], cu_seqlens=[0, b - a], bases=[a])
         for a, b in ((0, 1), (1, 3), (3, 70), (70, 131))
     ]
     assert_same_bits(torch.cat(pieces), whole[:131])
@@ -113,7 +95,7 @@ def test_steps_match_the_oracle(width: int, dtype: torch.dtype) -> None:
     x, weight, history, _ = make(14, 6, width=width, dtype=dtype)
     before = history.clone()
     slots = torch.tensor([3, 0], dtype=torch.int64)
-    steps = [causal_conv1d_step(x=x[[t, 0]], weight=weight, history=history, slots=slots)[:1] for t in range(6)]
+    steps = [conv_step(x=x[[t, 0]], weight=weight, history=history, slots=slots)[:1] for t in range(6)]
     assert_close(torch.cat(steps), reference.causal_conv1d(x, weight, before[3]), **tolerance(dtype))
     joined = torch.cat([before[3].t(), x])
     assert_same_bits(history[3], joined[6:].t())
@@ -127,9 +109,9 @@ def test_a_lane_does_not_depend_on_the_batch(threads: int, set_threads) -> None:
     x, weight, history, _ = make(15, 5, channels=205)
     other = history.clone()
     slots = torch.tensor([4, 2, 7, 1, 6])
-    whole = causal_conv1d_step(x=x, weight=weight, history=history, slots=slots)
+    whole = conv_step(x=x, weight=weight, history=history, slots=slots)
     for b in range(5):
-        y = causal_conv1d_step(x=x[b : b + 1], weight=weight, history=other, slots=slots[b : b + 1])
+        y = conv_step(x=x[b : b + 1], weight=weight, history=other, slots=slots[b : b + 1])
         assert_same_bits(y[0], whole[b])
     assert_same_bits(other[1:], history[1:])
 
@@ -139,13 +121,13 @@ def test_a_lane_does_not_depend_on_the_batch(threads: int, set_threads) -> None:
     [
         ({"slots": [0]}, r"slots must lie in \[1, 8\) \(slot 0 is scratch\), got 0"),
         ({"slots": [8]}, r"slots must lie in \[1, 8\)"),
-        ({"cu_seqlens": [0, 4]}, r"cu_seqlens must run from 0 to 5, got \(0, 4\)"),
+        ({"cu_seqlens": [0, 4]}, "x must have the plan's 4 tokens, got 5"),
+        ({"cu_seqlens": [1, 5]}, r"cu_seqlens must start at 0, got \(1, 5\)"),
         ({"cu_seqlens": [0, 2, 5]}, "cu_seqlens must have 2 entries, got 3"),
         ({"slots": [1, 2], "cu_seqlens": [0, 6, 5], "bases": [0, 0]}, "cu_seqlens must not decrease"),
         ({"slots": [1, 1], "cu_seqlens": [0, 2, 5], "bases": [0, 0]}, "each slot may be used once"),
         ({"bases": [-1]}, "bases must not be negative, got -1"),
         ({"bases": []}, "bases must have 1 entries, got 0"),
-        ({"has_state": []}, "has_state must have 1 entries, got 0"),
         ({"taps": [Tap(0, 10, 2)]}, r"a tap's position must lie in \[11, 15\]"),
         ({"taps": [Tap(0, 16, 2)]}, r"a tap's position must lie in \[11, 15\]"),
         ({"taps": [Tap(1, 12, 2)]}, r"a tap's sequence must lie in \[0, 1\)"),
@@ -169,8 +151,9 @@ def test_bad_prefill_input_is_refused_before_anything_is_written(changes: dict, 
         "bases": [10],
         **changes,
     }
-    with pytest.raises(KernelInputError, match="causal_conv1d_prefill: " + message):
-        causal_conv1d_prefill(**arguments)
+    op = "causal_conv1d_prefill" if message[0] in "xwh" else "PrefillStates"
+    with pytest.raises(KernelInputError, match=f"{op}: {message}"):
+        conv_prefill(**arguments)
     assert_same_bits(arena, before)
 
 
@@ -184,19 +167,19 @@ def test_slots_beyond_two_gibibytes_are_reached() -> None:
         for slots, at in ((history, 1), (far, first)):
             where = {"weight": weight, "history": slots}
             if step:
-                outputs.append(causal_conv1d_step(x=x[:2], **where, slots=torch.tensor([at, at + 2])))
+                outputs.append(conv_step(x=x[:2], **where, slots=torch.tensor([at, at + 2])))
             else:
                 taps = [Tap(0, 2, at + 1)]
-                outputs.append(causal_conv1d_prefill(x=x, **where, slots=[at], cu_seqlens=[0, 5], bases=[0], taps=taps))
+                outputs.append(conv_prefill(x=x, **where, slots=[at], cu_seqlens=[0, 5], bases=[0], taps=taps))
         assert_same_bits(outputs[1], outputs[0])
         assert_same_bits(far[first:], history[1:4])
 
 
 def test_bad_step_slots_are_refused() -> None:
     x, weight, history, _ = make(17, 2)
-    with pytest.raises(KernelInputError, match=r"causal_conv1d_step: slots must lie in \[0, 8\), got 8"):
-        causal_conv1d_step(x=x, weight=weight, history=history, slots=torch.tensor([1, 8]))
-    with pytest.raises(KernelInputError, match=r"slots must have shape \(2,\), got \(1,\)"):
-        causal_conv1d_step(x=x, weight=weight, history=history, slots=torch.tensor([1]))
+    with pytest.raises(KernelInputError, match=r"DecodeStates: slots must lie in \[0, 8\), got 8"):
+        conv_step(x=x, weight=weight, history=history, slots=torch.tensor([1, 8]))
+    with pytest.raises(KernelInputError, match="causal_conv1d_step: x must have the plan's 1 tokens, got 2"):
+        conv_step(x=x, weight=weight, history=history, slots=torch.tensor([1]))
     with pytest.raises(KernelInputError, match="slots must be int64, got 'int32'"):
-        causal_conv1d_step(x=x, weight=weight, history=history, slots=torch.tensor([1, 2]).int())
+        conv_step(x=x, weight=weight, history=history, slots=torch.tensor([1, 2]).int())

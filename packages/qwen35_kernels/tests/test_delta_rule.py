@@ -5,16 +5,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_testing import assert_close, assert_same_bits, distant_rows, generator, state_tolerance, tolerance
-from qwen35_kernels import (
-    KernelInputError,
-    StateLayout,
-    Tap,
-    delta_gates,
-    gated_delta_rule_prefill,
-    gated_delta_rule_step,
-    reference,
+from kernel_testing import (
+    assert_close,
+    assert_same_bits,
+    delta_prefill,
+    delta_step,
+    distant_rows,
+    generator,
+    state_tolerance,
+    tolerance,
 )
+from qwen35_kernels import KernelInputError, StateLayout, Tap, delta_gates, reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -66,7 +67,7 @@ def cut(inputs: dict[str, Tensor], begin: int, end: int) -> dict[str, Tensor]:
 
 def prefill(inputs: dict[str, Tensor], *, base: int = 0, slot: int = 1, **more) -> Tensor:
     tokens = inputs["q"].shape[0]
-    return gated_delta_rule_prefill(**inputs, slots=[slot], cu_seqlens=[0, tokens], bases=[base], **more)
+    return delta_prefill(**inputs, slots=[slot], cu_seqlens=[0, tokens], bases=[base], **more)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,15 +120,6 @@ def test_zero_vectors_are_not_divided_by_zero() -> None:
     o = prefill(inputs)
     expected, _ = reference.gated_delta_rule(**{**inputs, "state": before[1]})
     assert_close(o, expected, **tolerance(torch.float32))
-
-
-def test_a_sequence_without_state_starts_from_zeros() -> None:
-    inputs = make(24, 70)
-    inputs["state"][1] = float("nan")
-    o = prefill(inputs, has_state=[False])
-    expected, states = reference.gated_delta_rule(**{**inputs, "state": torch.zeros(4, 16, 24)})
-    assert_close(o, expected, **tolerance(torch.float32))
-    assert_close(inputs["state"][1], states[-1], atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -194,7 +186,7 @@ def test_a_sequence_does_not_depend_on_the_batch(threads: int, dims: tuple[int, 
     start = batch["state"].clone()
     cu_seqlens, bases = [0, 130, 130, 131, 330], [7, 0, 63, 64]
     taps = [Tap(0, 20, 5)]
-    o = gated_delta_rule_prefill(**batch, slots=[3, 1, 4, 2], cu_seqlens=cu_seqlens, bases=bases, taps=taps)
+    o = delta_prefill(**batch, slots=[3, 1, 4, 2], cu_seqlens=cu_seqlens, bases=bases, taps=taps)
     for i, slot in enumerate([3, 1, 4, 2]):
         begin, end = cu_seqlens[i], cu_seqlens[i + 1]
         alone = cut(batch, begin, end)
@@ -208,7 +200,7 @@ def test_a_sequence_does_not_depend_on_the_batch(threads: int, dims: tuple[int, 
 def test_step_matches_the_recurrence(heads: tuple[int, int], dtype: torch.dtype) -> None:
     inputs = make(31, 3, heads=heads, dtype=dtype, slots=8)
     before = inputs["state"].clone()
-    o = gated_delta_rule_step(**inputs, slots=torch.tensor([5, 1, 2]))
+    o = delta_step(**inputs, slots=torch.tensor([5, 1, 2]))
     for b, slot in enumerate((5, 1, 2)):
         row = {**cut(inputs, b, b + 1), "state": before[slot]}
         expected, states = reference.gated_delta_rule(**row)
@@ -224,7 +216,7 @@ def test_a_step_takes_gates_of_any_strides() -> None:
     for name in ("g", "beta"):
         turned[name] = turned[name].t().contiguous().t()
     slots = torch.tensor([5, 1, 2])
-    assert_same_bits(gated_delta_rule_step(**turned, slots=slots), gated_delta_rule_step(**plain, slots=slots))
+    assert_same_bits(delta_step(**turned, slots=slots), delta_step(**plain, slots=slots))
     assert_same_bits(turned["state"], plain["state"])
 
 
@@ -235,9 +227,9 @@ def test_a_lane_does_not_depend_on_the_batch(threads: int, dims: tuple[int, int]
     batch = make(32, 5, dims=dims, slots=8)
     alone = {name: x.clone() for name, x in batch.items()}
     slots = torch.tensor([4, 7, 1, 2, 6])
-    o = gated_delta_rule_step(**batch, slots=slots)
+    o = delta_step(**batch, slots=slots)
     for b in range(5):
-        assert_same_bits(gated_delta_rule_step(**cut(alone, b, b + 1), slots=slots[b : b + 1])[0], o[b])
+        assert_same_bits(delta_step(**cut(alone, b, b + 1), slots=slots[b : b + 1])[0], o[b])
     assert_same_bits(alone["state"], batch["state"])
 
 
@@ -245,8 +237,8 @@ def test_padding_lanes_may_share_the_scratch_slot() -> None:
     inputs = make(33, 3)
     inputs["state"][0] = 0.0
     alone = cut({name: x.clone() for name, x in inputs.items()}, 1, 2)
-    o = gated_delta_rule_step(**inputs, slots=torch.tensor([0, 2, 0]))
-    assert_same_bits(gated_delta_rule_step(**alone, slots=torch.tensor([2]))[0], o[1])
+    o = delta_step(**inputs, slots=torch.tensor([0, 2, 0]))
+    assert_same_bits(delta_step(**alone, slots=torch.tensor([2]))[0], o[1])
     assert_same_bits(inputs["state"][2], alone["state"][2])
 
 
@@ -280,15 +272,16 @@ def test_bad_prefill_input_is_refused_before_anything_is_written(changes: dict, 
     inputs = make(35, 5)
     before = inputs["state"].clone()
     arguments = {**inputs, "slots": [1], "cu_seqlens": [0, 5], "bases": [10], **changes}
-    with pytest.raises(KernelInputError, match="gated_delta_rule_prefill: " + message):
-        gated_delta_rule_prefill(**arguments)
+    op = "PrefillStates" if "taps" in changes else "gated_delta_rule_prefill"
+    with pytest.raises(KernelInputError, match=f"{op}: {message}"):
+        delta_prefill(**arguments)
     assert_same_bits(inputs["state"], before)
 
 
 def test_bad_step_slots_are_refused() -> None:
     inputs = make(36, 2)
-    with pytest.raises(KernelInputError, match=r"gated_delta_rule_step: slots must lie in \[0, 6\), got -1"):
-        gated_delta_rule_step(**inputs, slots=torch.tensor([1, -1]))
+    with pytest.raises(KernelInputError, match=r"DecodeStates: slots must lie in \[0, 6\), got -1"):
+        delta_step(**inputs, slots=torch.tensor([1, -1]))
 
 
 def test_slots_beyond_two_gibibytes_are_reached() -> None:

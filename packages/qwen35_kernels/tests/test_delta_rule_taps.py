@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_testing import generator
-from qwen35_kernels import Tap, Workspace, gated_delta_rule_prefill
+from kernel_testing import delta_prefill, generator
+from qwen35_kernels import Tap, Workspace
 
 LENGTHS = (1, 63, 64, 65, 130, 200)
 LONGEST = LENGTHS[-1]
@@ -37,7 +37,7 @@ def test_every_tap_has_the_bits_of_a_call_that_ends_there(eighth: int, set_threa
     def run(tokens: int, base: int, taps: list[Tap]) -> Tensor:
         """A call over the first tokens; the final state is in slot 1, taps where they say."""
         state[1] = start
-        return gated_delta_rule_prefill(
+        return delta_prefill(
             **{name: x[:tokens] for name, x in whole.items()},
             state=state,
             slots=[1],

@@ -7,10 +7,11 @@ from kernel_testing import (
     distant_rows,
     generator,
     nan_arena,
+    store,
     store_sequence,
     stored_sequence,
 )
-from qwen35_kernels import KernelInputError, KVProfile, PageLayout, reference, store_kv
+from qwen35_kernels import KernelInputError, KVProfile, PageLayout, reference
 
 PLAIN = [KVProfile.BF16, KVProfile.FP32]
 QUANTISED = [KVProfile.INT8, KVProfile.FP8, KVProfile.NVFP4, KVProfile.K8V4]
@@ -28,7 +29,7 @@ def test_writes_the_named_rows_and_nothing_else(profile: KVProfile, dtype: torch
     rng = generator(40)
     k, v = (torch.randn(4, 3, 64, generator=rng).to(dtype) for _ in range(2))
     pages, rows = torch.tensor([3, 1, 3, 4]), torch.tensor([0, 63, 5, 17])
-    store_kv(k=k, v=v, kv=layout.kv(guarded.arena, 1), pages=pages, rows=rows)
+    store(k=k, v=v, kv=layout.kv(guarded.arena, 1), pages=pages, rows=rows)
     expected = nan_arena(layout, 5)
     for t in range(4):
         for x, view in ((k, layout.kv(expected.arena, 1).k.values), (v, layout.kv(expected.arena, 1).v.values)):
@@ -110,8 +111,8 @@ def test_pages_beyond_two_gibibytes_are_reached(profile: KVProfile) -> None:
     far[first:].fill_(0xFF)
     k, v = (torch.randn(2, 3, 64, generator=generator(45)) for _ in range(2))
     pages, rows = torch.tensor([2, 1]), torch.tensor([5, 63])
-    store_kv(k=k, v=v, kv=layout.kv(near, 1), pages=pages, rows=rows)
-    store_kv(k=k, v=v, kv=layout.kv(far, 1), pages=pages + first, rows=rows)
+    store(k=k, v=v, kv=layout.kv(near, 1), pages=pages, rows=rows)
+    store(k=k, v=v, kv=layout.kv(far, 1), pages=pages + first, rows=rows)
     assert_same_bits(far[first:], near)
 
 
@@ -132,7 +133,7 @@ def test_no_tokens_is_fine() -> None:
     empty = torch.zeros(0, dtype=torch.int64)
     arena = nan_arena(layout, 2).arena
     k = torch.zeros(0, 3, 64)
-    store_kv(k=k, v=k, kv=layout.kv(arena, 0), pages=empty, rows=empty)
+    store(k=k, v=k, kv=layout.kv(arena, 0), pages=empty, rows=empty)
     assert bool((arena == 0xFF).all())
 
 
@@ -157,6 +158,7 @@ def test_bad_input_is_refused_before_anything_is_written(changes: dict, message:
         "pages": torch.tensor([1, 2]),
         "rows": torch.tensor([0, 0]),
     }
-    with pytest.raises(KernelInputError, match="store_kv: " + message):
-        store_kv(**{**arguments, **changes})
+    op = "store_kv" if message[0] in "kv" else "TokenRows"
+    with pytest.raises(KernelInputError, match=f"{op}: {message}"):
+        store(**{**arguments, **changes})
     assert bool((arena == 0xFF).all())

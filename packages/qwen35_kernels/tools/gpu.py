@@ -24,8 +24,13 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 from qwen35_kernels import (
+    DecodePages,
+    DecodeStates,
     KVProfile,
     PageLayout,
+    PrefillPages,
+    PrefillStates,
+    TokenRows,
     gated_delta_rule_prefill,
     gated_delta_rule_step,
     paged_attention_decode,
@@ -35,7 +40,7 @@ from qwen35_kernels import (
 )
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
-FILES = ("delta_rule", "conv", "norms", "mlp", "rotary", "moe", "records", "attention", "kv_store", "sampling")
+FILES = ("delta_rule", "conv", "norms", "mlp", "rotary", "moe", "attention", "kv_store", "sampling")
 # Numbers inside tensors are checked on a CPU only: those refusals are not the card's.
 CHOSEN = "not bad and not refused"
 SANITIZED = "65-1-heads1 or taps_equal or round_trip or merging"
@@ -168,6 +173,7 @@ def bench_delta(table: Table, key_heads: int, value_heads: int) -> None:
     g, beta = (torch.rand(tokens, value_heads, device=table.device) for _ in range(2))
     state = torch.zeros(9, value_heads, dim, dim, device=table.device)
     call = {"q": q, "k": k, "v": v, "g": g.neg_(), "beta": beta}
+    states = PrefillStates(slots=[1], cu_seqlens=[0, tokens], bases=[0], num_slots=len(state))
     theirs: dict[str, Callable[[], object]] = {}
     if importlib.util.find_spec("fla") is not None:
         chunk = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
@@ -177,15 +183,15 @@ def bench_delta(table: Table, key_heads: int, value_heads: int) -> None:
     tile_flops = 2 * (2 * 64 * 64 * dim + 3 * 64 * dim * dim + 2 * 64 * 64 * dim)
     table.row(
         f"delta prefill {key_heads}, {value_heads} T={tokens}",
-        lambda: gated_delta_rule_prefill(**call, state=state, slots=[1], cu_seqlens=[0, tokens], bases=[0]),
+        lambda: gated_delta_rule_prefill(**call, state=state, states=states),
         flops=tokens / 64 * value_heads * tile_flops,
         theirs=theirs,
     )
     lanes = {name: x[:8] for name, x in call.items()}
-    slots = torch.arange(1, 9, device=table.device)
+    slots = DecodeStates(slots=torch.arange(1, 9, device=table.device), num_slots=len(state))
     table.row(
         f"delta step {key_heads}, {value_heads} B=8",
-        lambda: gated_delta_rule_step(**lanes, state=state, slots=slots),
+        lambda: gated_delta_rule_step(**lanes, state=state, states=slots),
         num_bytes=2 * 8 * value_heads * dim * dim * 4,
     )
 
@@ -199,9 +205,9 @@ def bench_attention(table: Table, profile: KVProfile) -> None:
     pages = torch.randperm(blocks, device=device).add_(1).unsqueeze(0)
     k, v = (table.random(length, kv_heads, dim) for _ in range(2))
     positions = torch.arange(length, device=device)
-    place = {"pages": pages[0][positions // 64], "rows": positions % 64}
+    rows = TokenRows(pages=pages[0][positions // 64], rows=positions % 64, num_pages=blocks + 1)
     written = 2 * k.numel() * 2 + blocks * layout.page_bytes
-    table.row(f"store {profile}", lambda: store_kv(k=k, v=v, kv=kv, **place), num_bytes=written)
+    table.row(f"store {profile}", lambda: store_kv(k=k, v=v, kv=kv, rows=rows), num_bytes=written)
     q = table.random(sizes.queries, heads, dim)
     base = length - len(q)
     keys, values = (x.repeat_interleave(heads // kv_heads, dim=1).transpose(0, 1).unsqueeze(0) for x in (k, v))
@@ -211,17 +217,18 @@ def bench_attention(table: Table, profile: KVProfile) -> None:
         seen = causal_lower_right(x.shape[2], length) if x.shape[2] > 1 else None
         return torch.nn.functional.scaled_dot_product_attention(x, keys, values, attn_mask=seen)
 
-    chunk = {"block_tables": pages, "cu_seqlens": [0, len(q)], "bases": [base]}
+    chunk = PrefillPages(block_tables=pages, cu_seqlens=[0, len(q)], bases=[base], num_pages=blocks + 1)
     table.row(
         f"attention prefill {profile}",
-        lambda: paged_attention_prefill(q=q, kv=kv, **chunk),
+        lambda: paged_attention_prefill(q=q, kv=kv, pages=chunk),
         flops=4 * len(q) * (base + len(q) / 2) * heads * dim,
         theirs={"SDPA": lambda: library(q)},
     )
     one, lengths = q[:1], torch.tensor([length], device=device)
+    step = DecodePages(block_tables=pages, lengths=lengths, num_pages=blocks + 1)
     table.row(
         f"attention decode {profile}",
-        lambda: paged_attention_decode(q=one, kv=kv, block_tables=pages, lengths=lengths),
+        lambda: paged_attention_decode(q=one, kv=kv, pages=step),
         num_bytes=blocks * layout.page_bytes,
         theirs={"SDPA": lambda: library(one)},
     )

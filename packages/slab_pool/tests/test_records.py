@@ -1,10 +1,10 @@
-"""Record layouts: parts are byte ranges, also across slab borders."""
+"""Spans of a record across slab borders, and records packed into one slab."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slab_pool import Part, RecordLayout, Span, pack_slab, record_spans
+from slab_pool import Span, pack_slab, record_spans
 
 
 @settings(deadline=None)
@@ -23,40 +23,9 @@ def test_spans_cover_the_range_once_in_order_and_cross_no_border(begin, length, 
     assert len(spans) <= length // slab_bytes + 2
 
 
-def test_a_part_across_two_borders():
-    layout = RecordLayout(record_bytes=250, parts=[("head", 0, 90), ("layer 0", 90, 230), ("hidden", 232, 250)])
-    assert layout.spans("layer 0", 100) == (Span(0, 90, 90, 10), Span(1, 0, 100, 100), Span(2, 0, 200, 30))
-    assert layout.spans("hidden", 100) == (Span(2, 32, 232, 18),)
-    assert layout.num_slabs(100) == 3
-    assert layout.num_slabs(250) == 1
-    assert layout.part("head") == Part("head", 0, 90)
-    assert layout.parts[1].name == "layer 0"
-
-
-def test_an_unknown_part_is_a_key_error():
-    with pytest.raises(KeyError, match="tail"):
-        RecordLayout(record_bytes=10, parts=[("all", 0, 10)]).part("tail")
-
-
-@pytest.mark.parametrize(
-    ("record_bytes", "parts", "message"),
-    [
-        (0, [], "record_bytes must be at least 1, got 0"),
-        (10, [("a", 0, 5), ("a", 5, 10)], "part names must differ"),
-        (10, [("a", 0, 5), ("b", 4, 10)], "apart and inside 10 bytes"),
-        (10, [("a", 0, 11)], "apart and inside 10 bytes"),
-        (10, [("a", 3, 3)], "non-empty"),
-        (10, [("a", -1, 3)], "apart and inside"),
-    ],
-)
-def test_bad_layouts_are_named(record_bytes, parts, message):
-    with pytest.raises(ValueError, match=message):
-        RecordLayout(record_bytes=record_bytes, parts=parts)
-
-
-def test_parts_may_come_in_any_order():
-    layout = RecordLayout(record_bytes=10, parts=[("b", 5, 10), ("a", 0, 5)])
-    assert [part.name for part in layout.parts] == ["b", "a"]
+def test_a_range_across_two_borders():
+    assert record_spans(90, 230, 100) == (Span(0, 90, 90, 10), Span(1, 0, 100, 100), Span(2, 0, 200, 30))
+    assert record_spans(232, 250, 100) == (Span(2, 32, 232, 18),)
 
 
 @pytest.mark.parametrize(("begin", "end"), [(-1, 3), (4, 3)])

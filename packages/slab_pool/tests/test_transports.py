@@ -17,7 +17,6 @@ from slab_pool.transports import (
     enqueue_with_torch,
     find_memcpy_2d_async,
     loaded_cuda_libraries,
-    record_copy_transport,
     runtime_transport,
     temporaries_made,
 )
@@ -59,7 +58,6 @@ def transports():
         "torch": enqueue_with_torch,
         "row_by_row": enqueue_row_by_row,
         "runtime": runtime_transport(find_memcpy_2d_async([object(), library]), lambda: 99).enqueue,
-        "record_copy": record_copy_transport(lambda destination, source: destination.copy_(source)).enqueue,
     }
 
 

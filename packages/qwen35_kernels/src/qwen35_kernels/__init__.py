@@ -14,27 +14,30 @@ from qwen35_kernels.layout import BLOCK_TOKENS, ByteRange, KVProfile, LayerKV, P
 from qwen35_kernels.mlp import swiglu
 from qwen35_kernels.moe import moe_combine_shared, moe_experts, moe_route
 from qwen35_kernels.norms import gated_rms_norm, rms_norm
-from qwen35_kernels.records import copy_records
+from qwen35_kernels.plans import DecodePages, DecodeStates, PrefillPages, PrefillStates, Tap, TokenRows
 from qwen35_kernels.rotary import qk_norm_rotary, rotary_frequencies, rotary_tables
 from qwen35_kernels.sampling import log_probabilities, sample
-from qwen35_kernels.sequences import Tap
 from qwen35_kernels.workspace import Workspace
 
 __all__ = [
     "BLOCK_TOKENS",
     "ByteRange",
+    "DecodePages",
+    "DecodeStates",
     "KVProfile",
     "KernelInputError",
     "LayerKV",
     "PageLayout",
     "PlaneFormat",
+    "PrefillPages",
+    "PrefillStates",
     "StateLayout",
     "Tap",
+    "TokenRows",
     "Workspace",
     "attention_gate",
     "causal_conv1d_prefill",
     "causal_conv1d_step",
-    "copy_records",
     "delta_gates",
     "gated_delta_rule_prefill",
     "gated_delta_rule_step",

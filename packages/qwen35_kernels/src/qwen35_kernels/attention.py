@@ -9,13 +9,12 @@ that its bits do not depend on the rest of the batch or on the number of threads
 """
 
 import itertools
-from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from qwen35_kernels.attention_tiles import LayerPages, TokenPages, attend_chunk, attend_lanes
+from qwen35_kernels.attention_tiles import LayerPages, attend_chunk, attend_lanes
 from qwen35_kernels.contracts import (
     FLOAT_DTYPES,
     check_device,
@@ -25,12 +24,11 @@ from qwen35_kernels.contracts import (
     check_shape,
     refuse,
     rounded,
-    smallest_and_largest,
 )
 from qwen35_kernels.dispatch import triton_for
 from qwen35_kernels.elementwise import sigmoid
-from qwen35_kernels.layout import BLOCK_TOKENS, LayerKV
-from qwen35_kernels.sequences import check_cu_seqlens
+from qwen35_kernels.layout import LayerKV
+from qwen35_kernels.plans import DecodePages, PrefillPages, check_tokens
 from qwen35_kernels.workspace import Workspace
 
 __all__ = [
@@ -53,7 +51,7 @@ def attention_gate(*, o: Tensor, gate: Tensor) -> Tensor:
     return rounded(sigmoid(gate).mul_(o), o.dtype)
 
 
-def _check(op: str, q: Tensor, kv: LayerKV, block_tables: Tensor) -> None:
+def _check(op: str, q: Tensor, kv: LayerKV, pages: PrefillPages | DecodePages) -> None:
     layout, device = kv.layout, kv.device
     check_rank(op, "q", q, 3)
     check_dtype(op, "q", q, FLOAT_DTYPES)
@@ -63,23 +61,10 @@ def _check(op: str, q: Tensor, kv: LayerKV, block_tables: Tensor) -> None:
         refuse(op, f"q must have head dim {layout.head_dim}", q.shape[2])
     if q.shape[1] < 1 or q.shape[1] % layout.num_kv_heads:
         refuse(op, f"query heads must be a multiple of the {layout.num_kv_heads} KV heads", q.shape[1])
-    check_rank(op, "block_tables", block_tables, 2)
-    check_dtype(op, "block_tables", block_tables, (torch.int64,))
-    check_device(op, "block_tables", block_tables, device)
-
-
-def _pages_of(op: str, table: Tensor, length: int, num_pages: int) -> TokenPages:
-    """The pages that hold `length` tokens, checked: inside the arena, and none of them scratch."""
-    blocks = -(-length // BLOCK_TOKENS)
-    if blocks > table.shape[0]:
-        refuse(op, f"block_tables must cover {length} tokens", table.shape[0] * BLOCK_TOKENS)
-    pages = table[:blocks]
-    if blocks == 0 or pages.device.type != "cpu":
-        return TokenPages(pages, None)
-    low, high = smallest_and_largest(pages)
-    if low < 1 or high >= num_pages:
-        refuse(op, f"pages must lie in [1, {num_pages}) (page 0 is scratch)", low if low < 1 else high)
-    return TokenPages(pages, range(low, high + 1))
+    check_tokens(op, "q", q, pages.num_tokens)
+    check_device(op, "block_tables", pages.block_tables, device)
+    if kv.num_pages != pages.num_pages:
+        refuse(op, f"kv must have the plan's {pages.num_pages} pages", kv.num_pages)
 
 
 def _check_lse(op: str, lse: Tensor | None, q: Tensor) -> None:
@@ -93,53 +78,33 @@ def paged_attention_prefill(
     *,
     q: Tensor,
     kv: LayerKV,
-    block_tables: Tensor,
-    cu_seqlens: Sequence[int],
-    bases: Sequence[int],
+    pages: PrefillPages,
     lse: Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> Tensor:
     """Causal attention of N chunks over their histories and themselves.
 
-    q [T, H, D] in fp32 or bf16, sequence i owning rows [cu_seqlens[i], cu_seqlens[i + 1]) at positions from
-    bases[i] on; block_tables int64 [N, max_blocks]. The chunk's own keys and values are in the pages already
-    (`store_kv` ran before): query j of a sequence sees keys 0 .. base + j. Returns o [T, H, D] in q's dtype,
-    new and contiguous. Where `lse` (float32 [T, H]) is given, the log of the sum of exp(scaled scores) is
-    written to it; nothing else is written.
+    q [T, H, D] in fp32 or bf16, its rows the tokens of `pages`. The chunk's own keys and values are in the
+    pages already (`store_kv` ran before): query j of a sequence sees keys 0 .. base + j. Returns o [T, H, D]
+    in q's dtype, new and contiguous. Where `lse` (float32 [T, H]) is given, the log of the sum of exp(scaled
+    scores) is written to it; nothing else is written.
+
+    Raises:
+        KernelInputError: a shape, dtype, stride or device that does not fit, or pages of another number of tokens or
+            pages.
     """
     op = "paged_attention_prefill"
-    _check(op, q, kv, block_tables)
+    _check(op, q, kv, pages)
     _check_lse(op, lse, q)
-    num = block_tables.shape[0]
-    check_cu_seqlens(op, cu_seqlens, num, q.shape[0])
-    if len(bases) != num:
-        refuse(op, f"bases must have {num} entries", len(bases))
-    if any(base < 0 for base in bases):
-        refuse(op, "bases must not be negative", tuple(bases))
-    lengths = [
-        base + end - begin if end > begin else 0
-        for base, (begin, end) in zip(bases, itertools.pairwise(cu_seqlens), strict=True)
-    ]
-    pages = [_pages_of(op, block_tables[i], lengths[i], kv.num_pages) for i in range(num)]
     backend = triton_for(q)
     if backend is not None and backend.attention.supported(kv.layout):
-        return cast(
-            Tensor,
-            backend.attention.prefill(
-                q=q,
-                kv=kv,
-                block_tables=block_tables,
-                cu_seqlens=cu_seqlens,
-                bases=bases,
-                lse=lse,
-            ),
-        )
+        return cast(Tensor, backend.attention.prefill(q=q, kv=kv, pages=pages, lse=lse))
     cache = LayerPages(kv, workspace or Workspace())
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for i in range(num):
-        if lengths[i]:
-            window = slice(cu_seqlens[i], cu_seqlens[i + 1])
-            attend_chunk(q[window], cache, pages[i].numbers, bases[i], o[window], None if lse is None else lse[window])
+    for i, (begin, end) in enumerate(itertools.pairwise(pages.cu_seqlens)):
+        if end > begin:
+            sums = None if lse is None else lse[begin:end]
+            attend_chunk(q[begin:end], cache, pages, i, o[begin:end], sums)
     return o
 
 
@@ -147,46 +112,29 @@ def paged_attention_decode(
     *,
     q: Tensor,
     kv: LayerKV,
-    block_tables: Tensor,
-    lengths: Tensor,
+    pages: DecodePages,
     lse: Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """Attention of one query a lane over the first lengths[b] keys of its pages.
+    """Attention of one query a lane over the first lengths[b] keys of its pages, its new one included.
 
-    q [B, H, D] in fp32 or bf16; block_tables int64 [B, max_blocks]; lengths int64 [B], the keys a lane sees,
-    its new one included, at least 1. Split over keys in 64-token tiles, one a page, whatever the batch.
-    Returns o [B, H, D] in q's dtype, new and contiguous. Where `lse` (float32 [B, H]) is given, the log of
-    the sum of exp(scaled scores) is written to it; nothing else is written.
+    q [B, H, D] in fp32 or bf16. Split over keys in 64-token tiles, one a page, whatever the batch. Returns o
+    [B, H, D] in q's dtype, new and contiguous. Where `lse` (float32 [B, H]) is given, the log of the sum of
+    exp(scaled scores) is written to it; nothing else is written.
+
+    Raises:
+        KernelInputError: a shape, dtype, stride or device that does not fit, or pages of another number of lanes or
+            pages.
     """
     op = "paged_attention_decode"
-    _check(op, q, kv, block_tables)
+    _check(op, q, kv, pages)
     _check_lse(op, lse, q)
-    lanes = q.shape[0]
-    check_shape(op, "block_tables", block_tables, (lanes, block_tables.shape[1]))
-    check_shape(op, "lengths", lengths, (lanes,))
-    check_dtype(op, "lengths", lengths, (torch.int64,))
     backend = triton_for(q)
-    use_kernels = backend is not None and backend.attention.supported(kv.layout)
-    counts: list[int] = lengths.tolist() if lengths.device.type == "cpu" or not use_kernels else []
-    for count in counts:
-        if count < 1:
-            refuse(op, "lengths must be at least 1", count)
-    tables = [_pages_of(op, block_tables[b], count, kv.num_pages) for b, count in enumerate(counts)]
-    if backend is not None and use_kernels:
-        return cast(
-            Tensor,
-            backend.attention.decode(
-                q=q,
-                kv=kv,
-                block_tables=block_tables,
-                lengths=lengths,
-                lse=lse,
-            ),
-        )
+    if backend is not None and backend.attention.supported(kv.layout):
+        return cast(Tensor, backend.attention.decode(q=q, kv=kv, pages=pages, lse=lse))
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if lanes:
-        attend_lanes(q, LayerPages(kv, workspace or Workspace()), tables, counts, o, lse)
+    if pages.num_tokens:
+        attend_lanes(q, LayerPages(kv, workspace or Workspace()), pages, o, lse)
     return o
 
 

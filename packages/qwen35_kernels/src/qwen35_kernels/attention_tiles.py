@@ -6,8 +6,6 @@ sequence's own positions.
 
 import functools
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,10 +13,11 @@ from torch import Tensor
 from qwen35_kernels.contracts import as_float32
 from qwen35_kernels.elementwise import LOG2_E, exp2_
 from qwen35_kernels.layout import BLOCK_TOKENS, LayerKV, Plane
+from qwen35_kernels.plans import DecodePages, PrefillPages, TokenPages
 from qwen35_kernels.quantisation import dequantise_rows
 from qwen35_kernels.workspace import Workspace
 
-__all__ = ["LayerPages", "TokenPages", "attend_chunk", "attend_lanes"]
+__all__ = ["LayerPages", "attend_chunk", "attend_lanes"]
 
 # Keys handled at once in prefill, and rows of scores (queries times heads).
 _KEYS_PER_TILE = 1024
@@ -30,18 +29,43 @@ _IN_PLACE_BYTES = 1 << 18
 _FOREIGN_PAGES = 0.25
 
 
-@dataclass(frozen=True)
-class TokenPages:
-    """The pages of one sequence's tokens in their order, and the span of numbers from the smallest to the largest
-    (None on a device that would stall for it)."""
+class _Lanes:
+    """What attention derives from the pages of a decode pass, once for all of its layers.
 
-    numbers: Tensor
-    span: range | None
+    Attributes:
+        tables: per lane its pages.
+        sizes: how many.
+        numbers: those of all lanes, one lane after the other.
+        partial: (page among `numbers`, rows that hold keys) of each lane whose last page is not full.
+    """
 
-    @property
-    def count(self) -> int:
-        # Not len(): what torch does for that costs a decode step several microseconds.
-        return self.numbers.shape[0]
+    def __init__(self, pages: DecodePages) -> None:
+        self.tables = pages.lanes
+        self.sizes = [table.count for table in self.tables]
+        self.numbers = self.tables[0].numbers if len(self.tables) == 1 else torch.cat([t.numbers for t in self.tables])
+        ends = zip(itertools.accumulate(self.sizes), pages.counts, strict=True)
+        self.partial = [(end - 1, count % BLOCK_TOKENS) for end, count in ends if count % BLOCK_TOKENS]
+        self._rows: dict[tuple[int, int, int], Tensor] = {}
+
+    @functools.cached_property
+    def owners(self) -> Tensor:
+        """The lane of each page."""
+        owners = [b for b, size in enumerate(self.sizes) for _ in range(size)]
+        return torch.tensor(owners, device=self.numbers.device)
+
+    @functools.cached_property
+    def places(self) -> list[Tensor]:
+        """Per lane, where each page stands in the span of its numbers."""
+        return [table.numbers - table.span.start for table in self.tables if table.span is not None]
+
+    def rows(self, heads: int, kv_heads: int, pitch: int) -> Tensor:
+        """`_row_index` of all pages."""
+        key = heads, kv_heads, pitch
+        if key not in self._rows:
+            own = _rows_of_heads(kv_heads, heads, self.numbers.device)
+            out = torch.empty((len(self.numbers), *own.shape[1:]), dtype=torch.int64, device=own.device)
+            self._rows[key] = _row_index(self.numbers, self.partial, own, pitch, out)
+        return self._rows[key]
 
 
 class LayerPages:
@@ -83,33 +107,30 @@ class LayerPages:
         """Pages that decode gathers together: no bit depends on it."""
         return max(1, _DECODE_BYTES // (self.heads * BLOCK_TOKENS * self.dim * 4))
 
-    def sum_values(self, weights: Tensor, pages: Tensor, partial: list[tuple[int, int]]) -> Tensor:
+    def sum_values(self, weights: Tensor, lanes: _Lanes) -> Tensor:
         """Per page and head the sum of its rows of values weighted by weights [pages, H, 64]: [pages, H, D].
 
-        Of a page i with (i, used) in `partial` only the first `used` rows are read; the other weights are 0.
+        Of a partial page only the rows that hold keys are read; the other weights are 0.
         """
-        v = self._v.values
+        v, heads = self._v.values, weights.shape[1]
         if self._v.scales is None and v.dtype == torch.float32 and v.stride(0) % self.dim == 0:
-            return self._sum_rows(weights, v, pages, partial)
+            return self._sum_rows(weights, v, lanes.rows(heads, self.heads, v.stride(0) // self.dim))
         sums = []
-        for begin in range(0, len(pages), self.pages_at_once):
-            v = self._gather_plane("v", self._v, pages[begin : begin + self.pages_at_once], head_major=False)
-            inside = [(page - begin, used) for page, used in partial if begin <= page < begin + len(v)]
+        own = _rows_of_heads(self.heads, heads, v.device)
+        for begin in range(0, len(lanes.numbers), self.pages_at_once):
+            v = self._gather_plane("v", self._v, lanes.numbers[begin : begin + self.pages_at_once], head_major=False)
+            part = weights[begin : begin + len(v)]
+            inside = [(page - begin, used) for page, used in lanes.partial if begin <= page < begin + len(v)]
+            index = self.workspace.take("rows", tuple(part.shape), dtype=torch.int64, device=v.device)
             numbers = torch.arange(len(v), device=v.device)
-            sums.append(self._sum_rows(weights[begin : begin + len(v)], v, numbers, inside))
+            sums.append(self._sum_rows(part, v, _row_index(numbers, inside, own, v.stride(0) // self.dim, index)))
         return torch.cat(sums)
 
-    def _sum_rows(self, weights: Tensor, v: Tensor, pages: Tensor, partial: list[tuple[int, int]]) -> Tensor:
+    def _sum_rows(self, weights: Tensor, v: Tensor, index: Tensor) -> Tensor:
         """`sum_values` over float32 values v [P, HKV, 64, D] whose pages are whole rows apart."""
         # Read where they lie: the table starts at the plane's first row and has one every D floats.
-        pitch = v.stride(0) // self.dim
-        rows = pitch * (v.shape[0] - 1) + self.heads * BLOCK_TOKENS
+        rows = v.stride(0) // self.dim * (v.shape[0] - 1) + self.heads * BLOCK_TOKENS
         table = v.as_strided((rows, self.dim), (self.dim, 1))
-        index = self.workspace.take("rows", tuple(weights.shape), dtype=torch.int64, device=v.device)
-        own = _rows_of_heads(self.heads, weights.shape[1], v.device)
-        torch.add(own, pages.view(-1, 1, 1), alpha=pitch, out=index)
-        for page, used in partial:
-            index[page, :, used:] = index[page, :, :1]
         bags = _rows_apart(weights.shape[0] * weights.shape[1], v.device)
         summed = torch.embedding_bag(table, index.view(-1), bags, False, 0, False, weights.view(-1))[0]
         return summed.view(*weights.shape[:2], self.dim)
@@ -145,6 +166,17 @@ def _rows_of_heads(kv_heads: int, heads: int, device: torch.device) -> Tensor:
         return rows.expand(-1, -1, heads // kv_heads, -1).reshape(1, heads, BLOCK_TOKENS)
 
 
+def _row_index(pages: Tensor, partial: list[tuple[int, int]], own: Tensor, pitch: int, out: Tensor) -> Tensor:
+    """Into out [pages, H, 64] the row of values that each weight meets, pages being `pitch` rows apart.
+
+    Of a page i with (i, used) in `partial`, the first row stands in for those from `used` on.
+    """
+    torch.add(own, pages.view(-1, 1, 1), alpha=pitch, out=out)
+    for page, used in partial:
+        out[page, :, used:] = out[page, :, :1]
+    return out
+
+
 @functools.lru_cache(maxsize=64)
 def _rows_apart(num: int, device: torch.device) -> Tensor:
     """0, 64, 128 ...: where each of `num` bags of rows begins."""
@@ -152,12 +184,15 @@ def _rows_apart(num: int, device: torch.device) -> Tensor:
         return torch.arange(0, num * BLOCK_TOKENS, BLOCK_TOKENS, device=device)
 
 
-def attend_chunk(q: Tensor, cache: LayerPages, pages: Tensor, base: int, o: Tensor, lse: Tensor | None) -> None:
-    """One sequence: key tiles outside, query tiles inside, maximum and sum carried from tile to tile.
+def attend_chunk(
+    q: Tensor, cache: LayerPages, plan: PrefillPages, sequence: int, o: Tensor, lse: Tensor | None
+) -> None:
+    """One sequence of a plan: key tiles outside, query tiles inside, maximum and sum carried from tile to tile.
 
     Scores are kept in units of log 2: exp2 is faster than exp, and the factor hides in the scale.
     """
     tokens, heads, dim = q.shape
+    pages, base = plan.sequences[sequence].numbers, plan.bases[sequence]
     groups = heads // cache.heads
     rows = cache.scratch("q", cache.heads, tokens * groups, dim)
     scaled = rows.view(cache.heads, tokens, groups, dim)
@@ -182,7 +217,7 @@ def attend_chunk(q: Tensor, cache: LayerPages, pages: Tensor, base: int, o: Tens
             part = slice(start * groups, stop * groups)
             scores = cache.scratch("scores", cache.heads, (stop - start) * groups, keys)
             torch.bmm(rows[:, part], k[:, :keys].transpose(1, 2), out=scores)
-            _mask(scores, first, base + start, groups)
+            _mask(scores, plan, base + start - first, groups)
             old_peak, old_total, out = peak[:, part], total[:, part], mixed[:, part]
             new_peak = scores.amax(2, keepdim=True)
             if first == 0:
@@ -202,41 +237,44 @@ def attend_chunk(q: Tensor, cache: LayerPages, pages: Tensor, base: int, o: Tens
     o.copy_(mixed.div_(total).view(cache.heads, tokens, groups, dim).transpose(0, 1).flatten(1, 2))
 
 
-def _mask(scores: Tensor, first_key: int, first_query: int, groups: int) -> None:
-    """Set scores of keys after their query to -inf; rows are (query, group), columns keys."""
-    begin = max(first_query + 1 - first_key, 0)
-    if begin >= scores.shape[2]:
+def _mask(scores: Tensor, plan: PrefillPages, first_query: int, groups: int) -> None:
+    """Set scores of keys after their query to -inf; rows are (query, group), columns keys.
+
+    The first row's query stands `first_query` keys behind the first column.
+    """
+    begin = max(first_query + 1, 0)
+    num_rows, num_keys = scores.shape[1:]
+    if begin >= num_keys:
         return
-    queries = torch.arange(scores.shape[1] // groups, device=scores.device) + first_query
-    keys = torch.arange(first_key + begin, first_key + scores.shape[2], device=scores.device)
-    hidden = keys > queries.repeat_interleave(groups).unsqueeze(1)
-    scores[:, :, begin:].masked_fill_(hidden, float("-inf"))
+
+    def hidden() -> Tensor:
+        queries = torch.arange(num_rows // groups, device=scores.device) + first_query
+        keys = torch.arange(begin, num_keys, device=scores.device)
+        return keys > queries.repeat_interleave(groups).unsqueeze(1)
+
+    # Tiles repeat their place relative to each other: a few masks serve a whole pass.
+    mask = plan.once(("hidden", first_query, num_rows, num_keys, groups), hidden)
+    scores[:, :, begin:].masked_fill_(mask, float("-inf"))
 
 
-def attend_lanes(
-    q: Tensor, cache: LayerPages, tables: Sequence[TokenPages], counts: Sequence[int], o: Tensor, lse: Tensor | None
-) -> None:
-    """One query a lane, q [B, H, D], over the first counts[b] keys of the pages in tables[b].
+def attend_lanes(q: Tensor, cache: LayerPages, plan: DecodePages, o: Tensor, lse: Tensor | None) -> None:
+    """One query a lane, q [B, H, D], over the keys in its pages.
 
     Every page by itself first: its softmax, the log of its sum, its weighted sum of values. Then the pages of each
     lane are merged.
     """
-    sizes = [table.count for table in tables]
-    pages = tables[0].numbers if len(tables) == 1 else torch.cat([table.numbers for table in tables])
-    # The last page of a lane where not all its rows hold keys, and how many do.
-    ends = zip(itertools.accumulate(sizes), counts, strict=True)
-    partial = [(end - 1, count % BLOCK_TOKENS) for end, count in ends if count % BLOCK_TOKENS]
-    in_place = all(cache.lies_close(table) for table in tables)
-    scores = _scores_in_place(q, cache, tables) if in_place else _scores_gathered(q, cache, pages, sizes)
-    for page, used in partial:
+    lanes = plan.once("lanes", lambda: _Lanes(plan))
+    in_place = all(cache.lies_close(table) for table in lanes.tables)
+    scores = _scores_in_place(q, cache, lanes) if in_place else _scores_gathered(q, cache, lanes)
+    for page, used in lanes.partial:
         scores[page, :, used:] = float("-inf")
     weights = scores.softmax(-1)
     # The largest weight of a softmax is exp(0) / sum: that is where its sum can be read.
     sums = scores.amax(-1, keepdim=True).sub_(weights.amax(-1, keepdim=True).log_())
-    mixed = cache.sum_values(weights, pages, partial)
+    mixed = cache.sum_values(weights, lanes)
     merged = o if o.dtype == torch.float32 else cache.scratch("merged", *o.shape)
-    lanes = zip(mixed.split_with_sizes(sizes), sums.split_with_sizes(sizes), merged.unbind(0), strict=True)
-    for b, (own, own_sums, out) in enumerate(lanes):
+    split = mixed.split_with_sizes(lanes.sizes), sums.split_with_sizes(lanes.sizes), merged.unbind(0)
+    for b, (own, own_sums, out) in enumerate(zip(*split, strict=True)):
         torch.sum(own.mul_(own_sums.softmax(0)), 0, out=out)
         if lse is not None:
             lse[b] = own_sums.logsumexp(0).squeeze(1)
@@ -251,7 +289,7 @@ def _scaled_queries(q: Tensor, cache: LayerPages) -> Tensor:
     return (as_float32(q) * scale).view(lanes, cache.heads, heads // cache.heads, dim)
 
 
-def _scores_in_place(q: Tensor, cache: LayerPages, tables: Sequence[TokenPages]) -> Tensor:
+def _scores_in_place(q: Tensor, cache: LayerPages, lanes: _Lanes) -> Tensor:
     """Scaled products [pages, H, 64] of each page's keys with the query of its lane, made for the whole span of a
     lane's pages and then put in order.
 
@@ -259,26 +297,25 @@ def _scores_in_place(q: Tensor, cache: LayerPages, tables: Sequence[TokenPages])
     it lies: the bits are those of `_scores_gathered`.
     """
     scores = []
-    for own, table in zip(_scaled_queries(q, cache).unbind(0), tables, strict=True):
+    for own, table, places in zip(_scaled_queries(q, cache).unbind(0), lanes.tables, lanes.places, strict=True):
         assert table.span is not None
         num, groups = len(table.span), own.shape[1]
         products = cache.scratch("products", cache.heads, num, groups, BLOCK_TOKENS)
         keys = cache.keys_in_place(table.span).transpose(2, 3).unbind(1)
         for queries, head_keys, out in zip(own.unbind(0), keys, products.unbind(0), strict=True):
             torch.bmm(queries.expand(num, -1, -1), head_keys, out=out)
-        ordered = products.index_select(1, table.numbers - table.span.start)
+        ordered = products.index_select(1, places)
         scores.append(ordered.transpose(0, 1).flatten(1, 2))
     return scores[0] if len(scores) == 1 else torch.cat(scores)
 
 
-def _scores_gathered(q: Tensor, cache: LayerPages, pages: Tensor, sizes: list[int]) -> Tensor:
+def _scores_gathered(q: Tensor, cache: LayerPages, lanes: _Lanes) -> Tensor:
     """The same from gathered keys, for all lanes together: any pages, any profile."""
-    queries = _scaled_queries(q, cache)
-    if len(sizes) == 1:
+    queries, pages = _scaled_queries(q, cache), lanes.numbers
+    if len(lanes.sizes) == 1:
         queries = queries.expand(len(pages), -1, -1, -1)
     else:
-        owners = [b for b, size in enumerate(sizes) for _ in range(size)]
-        queries = queries.index_select(0, torch.tensor(owners, device=q.device))
+        queries = queries.index_select(0, lanes.owners)
     groups = queries.shape[2]
     queries = queries.reshape(-1, groups, q.shape[2])
     scores = cache.scratch("scores", len(pages), q.shape[1], BLOCK_TOKENS)

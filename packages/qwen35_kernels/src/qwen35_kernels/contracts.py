@@ -49,7 +49,9 @@ def check_inner_contiguous(op: str, name: str, x: Tensor) -> None:
 
 def check_index(op: str, name: str, x: Tensor, length: int, *, begin: int, end: int) -> None:
     """An int64 vector of `length` numbers in [begin, end)."""
-    _check_index_kind(op, name, x, length)
+    if x.dtype != torch.int64 or x.dim() != 1 or x.shape[0] != length:
+        check_dtype(op, name, x, (torch.int64,))
+        check_shape(op, name, x, (length,))
     if length and x.device.type == "cpu":
         low, high = smallest_and_largest(x)
         if low < begin or high >= end:
@@ -63,22 +65,6 @@ def smallest_and_largest(x: Tensor) -> tuple[int, int]:
         return low, high
     values: list[int] = x.tolist()
     return min(values), max(values)
-
-
-def index_list(op: str, name: str, x: Tensor, length: int, *, begin: int, end: int) -> list[int]:
-    """The same as a list, for the few numbers of a decode batch; reads them from wherever they are."""
-    _check_index_kind(op, name, x, length)
-    values: list[int] = x.tolist()
-    for value in values:
-        if not begin <= value < end:
-            refuse(op, f"{name} must lie in [{begin}, {end})", value)
-    return values
-
-
-def _check_index_kind(op: str, name: str, x: Tensor, length: int) -> None:
-    if x.dtype != torch.int64 or x.dim() != 1 or x.shape[0] != length:
-        check_dtype(op, name, x, (torch.int64,))
-        check_shape(op, name, x, (length,))
 
 
 def as_float32(x: Tensor) -> Tensor:

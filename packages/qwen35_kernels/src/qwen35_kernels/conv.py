@@ -8,7 +8,6 @@ rounding.)
 """
 
 import itertools
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -19,16 +18,14 @@ from qwen35_kernels.contracts import (
     as_float32,
     check_device,
     check_dtype,
-    check_index,
     check_rank,
     check_shape,
-    index_list,
     refuse,
     rounded,
 )
 from qwen35_kernels.dispatch import triton_for
 from qwen35_kernels.elementwise import silu_
-from qwen35_kernels.sequences import SequencePlan, Tap, plan_sequences
+from qwen35_kernels.plans import DecodeStates, PrefillStates, StateSequence, check_slots, check_tokens
 
 __all__ = ["causal_conv1d_prefill", "causal_conv1d_step"]
 
@@ -61,61 +58,44 @@ def _check(op: str, x: Tensor, weight: Tensor, history: Tensor) -> None:
     check_device(op, "history", history, x.device)
 
 
-def causal_conv1d_prefill(
-    *,
-    x: Tensor,
-    weight: Tensor,
-    history: Tensor,
-    slots: Sequence[int],
-    cu_seqlens: Sequence[int],
-    bases: Sequence[int],
-    taps: Sequence[Tap] = (),
-    has_state: Sequence[bool] | None = None,
-) -> Tensor:
+def causal_conv1d_prefill(*, x: Tensor, weight: Tensor, history: Tensor, states: PrefillStates) -> Tensor:
     """Convolve N sequences laid end to end, and move each one's history forward.
 
     x [T, C] in fp32 or bf16, any strides; weight [C, W]; history, a view [S, C, W - 1] in x's dtype, oldest
     column first: column j of a slot is the input W - 1 - j tokens before the sequence's next one. Reads the
-    history of each sequence's slot (zeros where `has_state` says False), writes the last W - 1 inputs back
-    to it, and for each tap at position p writes the inputs [p - (W - 1), p) to the tap's slot, exact
-    copies, also where they reach back into the history. Returns y [T, C] in x's dtype, new and contiguous.
-    `bases` only locate taps.
+    history of each sequence's slot, writes the last W - 1 inputs back to it, and for each tap at position p
+    writes the inputs [p - (W - 1), p) to the tap's slot, exact copies, also where they reach back into the
+    history. Returns y [T, C] in x's dtype, new and contiguous.
+
+    Raises:
+        KernelInputError: a shape, dtype or device that does not fit, or states of another number of tokens or slots.
     """
     op = "causal_conv1d_prefill"
     _check(op, x, weight, history)
-    plans = plan_sequences(
-        op,
-        num_tokens=x.shape[0],
-        num_slots=history.shape[0],
-        slots=slots,
-        cu_seqlens=cu_seqlens,
-        bases=bases,
-        taps=taps,
-        has_state=has_state,
-    )
+    check_tokens(op, "x", x, states.num_tokens)
+    check_slots(op, "history", history, states.num_slots)
     backend = triton_for(x)
     if backend is not None:
-        return cast(Tensor, backend.conv.prefill(x=x, weight=weight, history=history, plans=plans))
+        return cast(Tensor, backend.conv.prefill(x=x, weight=weight, history=history, states=states))
     columns = weight.float().t().contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for plan in plans:
-        _prefill_one(x[plan.begin : plan.end], y[plan.begin : plan.end], columns, history, plan)
+    for own in states.sequences:
+        _prefill_one(x[own.begin : own.end], y[own.begin : own.end], columns, history, own)
     return y
 
 
-def _prefill_one(x: Tensor, y: Tensor, columns: Tensor, history: Tensor, plan: SequencePlan) -> None:
+def _prefill_one(x: Tensor, y: Tensor, columns: Tensor, history: Tensor, own: StateSequence) -> None:
     reach = columns.shape[0] - 1
-    before = history[plan.slot].t()
-    before = before.clone() if plan.has_state else torch.zeros_like(before)
+    before = history[own.slot].t()
     # The first rows look back into the history: give them a short joined copy, the rest read x in place.
     joined = torch.cat([before, x[:reach]])
-    head = min(reach, plan.num_tokens)
+    head = min(reach, own.num_tokens)
     if head:
         y[:head] = _filter(joined, columns, head)
-    for begin in range(reach, plan.num_tokens, _ROWS_PER_PASS):
-        end = min(begin + _ROWS_PER_PASS, plan.num_tokens)
+    for begin in range(reach, own.num_tokens, _ROWS_PER_PASS):
+        end = min(begin + _ROWS_PER_PASS, own.num_tokens)
         y[begin:end] = _filter(x[begin - reach : end], columns, end - begin)
-    for length, slot in (*plan.taps, (plan.num_tokens, plan.slot)):
+    for length, slot in (*own.taps, (own.num_tokens, own.slot)):
         window = joined[length : length + reach] if length < reach else x[length - reach : length]
         history[slot] = window.t()
 
@@ -133,21 +113,24 @@ def _filter(window: Tensor, columns: Tensor, rows: int) -> Tensor:
     return silu_(total)
 
 
-def causal_conv1d_step(*, x: Tensor, weight: Tensor, history: Tensor, slots: Tensor) -> Tensor:
+def causal_conv1d_step(*, x: Tensor, weight: Tensor, history: Tensor, states: DecodeStates) -> Tensor:
     """One token for each of B lanes, in place.
 
-    x [B, C]; weight [C, W]; history, a view [S, C, W - 1] in x's dtype; slots int64 [B], distinct except for
-    scratch slot 0, which padding lanes may share. Drops each slot's oldest column and appends x. Returns y
-    [B, C] in x's dtype. Same sum and rounding as the prefill form.
+    x [B, C]; weight [C, W]; history, a view [S, C, W - 1] in x's dtype. Drops each slot's oldest column and
+    appends x. Returns y [B, C] in x's dtype. Same sum and rounding as the prefill form.
+
+    Raises:
+        KernelInputError: a shape, dtype or device that does not fit, or states of another number of lanes or slots.
     """
     op = "causal_conv1d_step"
     _check(op, x, weight, history)
+    check_tokens(op, "x", x, states.num_tokens)
+    check_slots(op, "history", history, states.num_slots)
+    check_device(op, "slots", states.slots, x.device)
     backend = triton_for(x)
     if backend is not None:
-        check_index(op, "slots", slots, x.shape[0], begin=0, end=history.shape[0])
-        return cast(Tensor, backend.conv.step(x=x, weight=weight, history=history, slots=slots))
-    numbers = index_list(op, "slots", slots, x.shape[0], begin=0, end=history.shape[0])
-    check_device(op, "slots", slots, x.device)
+        return cast(Tensor, backend.conv.step(x=x, weight=weight, history=history, slots=states.slots))
+    numbers, slots = states.numbers, states.slots
     if not numbers:
         return torch.empty_like(x)
     single = len(numbers) == 1

@@ -17,7 +17,6 @@ or a tap, comes from the one function `delta_tiles._state_after`, whose row is a
 on rows <= i only, a tap has the bits of a call that ends there.
 """
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -28,11 +27,9 @@ from qwen35_kernels.contracts import (
     as_float32,
     check_device,
     check_dtype,
-    check_index,
     check_inner_contiguous,
     check_rank,
     check_shape,
-    index_list,
     refuse,
     rounded,
 )
@@ -40,7 +37,7 @@ from qwen35_kernels.delta_tiles import KEY_EPS, prefill_sequence
 from qwen35_kernels.dispatch import triton_for
 from qwen35_kernels.elementwise import constant, small_sigmoid, softplus
 from qwen35_kernels.norms import inverse_norm
-from qwen35_kernels.sequences import Tap, plan_sequences
+from qwen35_kernels.plans import DecodeStates, PrefillStates, check_slots, check_tokens
 from qwen35_kernels.workspace import Workspace
 
 __all__ = ["delta_gates", "gated_delta_rule_prefill", "gated_delta_rule_step"]
@@ -138,62 +135,58 @@ def gated_delta_rule_prefill(
     g: Tensor,
     beta: Tensor,
     state: Tensor,
-    slots: Sequence[int],
-    cu_seqlens: Sequence[int],
-    bases: Sequence[int],
-    taps: Sequence[Tap] = (),
-    has_state: Sequence[bool] | None = None,
+    states: PrefillStates,
     workspace: Workspace | None = None,
 ) -> Tensor:
     """The chunked form over N sequences laid end to end.
 
     q, k [T, HK, K] and v [T, HV, V] in fp32 or bf16, dense in the last axis; g [T, HV] float32 log decay
     (<= 0); beta [T, HV]; state, a float32 view [S, HV, K, V]. Value heads are grouped: HV // HK consecutive
-    ones share a key head. Each sequence starts from its slot's state (from zeros, the slot unread, where
-    `has_state` says False) and leaves its final state there; each tap's state goes to the tap's slot.
-    Computed in fp32; returns o [T, HV, V] in v's dtype, new and contiguous. Inputs are not written.
+    ones share a key head. Each sequence starts from its slot's state and leaves its final state there; each
+    tap's state goes to the tap's slot. Computed in fp32; returns o [T, HV, V] in v's dtype, new and
+    contiguous. Inputs are not written.
+
+    Raises:
+        KernelInputError: a shape, dtype, stride or device that does not fit, or states of another number of tokens or
+            slots.
     """
     op = "gated_delta_rule_prefill"
     _check(op, q, k, v, g, beta, state)
-    plans = plan_sequences(
-        op,
-        num_tokens=q.shape[0],
-        num_slots=state.shape[0],
-        slots=slots,
-        cu_seqlens=cu_seqlens,
-        bases=bases,
-        taps=taps,
-        has_state=has_state,
-    )
+    check_tokens(op, "q", q, states.num_tokens)
+    check_slots(op, "state", state, states.num_slots)
     backend = triton_for(q)
     if backend is not None:
-        return cast(Tensor, backend.delta_rule.prefill(q=q, k=k, v=v, g=g, beta=beta, state=state, plans=plans))
+        return cast(Tensor, backend.delta_rule.prefill(q=q, k=k, v=v, g=g, beta=beta, state=state, states=states))
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     workspace = workspace or Workspace()
-    for plan in plans:
-        prefill_sequence((q, k, v, g, beta), state, o, plan, workspace)
+    for own in states.sequences:
+        prefill_sequence((q, k, v, g, beta), state, o, own, workspace)
     return o
 
 
 def gated_delta_rule_step(
-    *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, slots: Tensor
+    *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, states: DecodeStates
 ) -> Tensor:
     """The recurrent form: one token for each of B lanes, states updated in place.
 
-    q, k [B, HK, K] and v [B, HV, V] in fp32 or bf16; g, beta [B, HV]; state, a float32 view [S, HV, K, V];
-    slots int64 [B], distinct except for scratch slot 0, which padding lanes may share. Returns o [B, HV, V]
-    in v's dtype. Not bit-equal to the chunked form: the caller chooses one.
+    q, k [B, HK, K] and v [B, HV, V] in fp32 or bf16; g, beta [B, HV]; state, a float32 view [S, HV, K, V].
+    Returns o [B, HV, V] in v's dtype. Not bit-equal to the chunked form: the caller chooses one.
+
+    Raises:
+        KernelInputError: a shape, dtype, stride or device that does not fit, or states of another number of lanes or
+            slots.
     """
     op = "gated_delta_rule_step"
     _check(op, q, k, v, g, beta, state)
     lanes, value_heads = v.shape[:2]
+    slots = states.slots
+    check_tokens(op, "q", q, states.num_tokens)
+    check_slots(op, "state", state, states.num_slots)
+    check_device(op, "slots", slots, q.device)
     backend = triton_for(q)
     if backend is not None:
-        check_index(op, "slots", slots, lanes, begin=0, end=state.shape[0])
-        check_device(op, "slots", slots, q.device)
         return cast(Tensor, backend.delta_rule.step(q=q, k=k, v=v, g=g, beta=beta, state=state, slots=slots))
-    numbers = index_list(op, "slots", slots, lanes, begin=0, end=state.shape[0])
-    check_device(op, "slots", slots, q.device)
+    numbers = states.numbers
     if lanes == 0:
         return torch.empty_like(v)
     qk = as_float32(torch.cat((q, k)))

@@ -4,6 +4,7 @@ The formulas are those of `delta_rule`. A pass takes as many tiles as fit a core
 need the carried state for all of them at once, and then walks through them.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from qwen35_kernels.contracts import as_float32
 from qwen35_kernels.elementwise import LOG2_E, exp2_
 from qwen35_kernels.layout import BLOCK_TOKENS
 from qwen35_kernels.norms import inverse_norm
-from qwen35_kernels.sequences import SequencePlan
+from qwen35_kernels.plans import StateSequence
 from qwen35_kernels.workspace import Workspace
 
 __all__ = ["KEY_EPS", "prefill_sequence"]
@@ -31,28 +32,25 @@ def _tiles_per_pass(value_heads: int, width: int) -> int:
 
 
 def prefill_sequence(
-    inputs: tuple[Tensor, ...], state: Tensor, o: Tensor, plan: SequencePlan, workspace: Workspace
+    inputs: tuple[Tensor, ...], state: Tensor, o: Tensor, own: StateSequence, workspace: Workspace
 ) -> None:
     """Run one planned sequence of (q, k, v, g, beta): outputs to its rows of o, states to its slots."""
     q, v = inputs[0], inputs[2]
     carried = workspace.take("carried", tuple(state.shape[1:]), dtype=torch.float32, device=state.device)
-    if plan.has_state:
-        carried.copy_(state[plan.slot])
-    else:
-        carried.zero_()
-    phase = plan.base % _TILE
-    num_tiles = -(-(phase + plan.num_tokens) // _TILE) if plan.num_tokens else 0
+    carried.copy_(state[own.slot])
+    phase = own.base % _TILE
+    num_tiles = -(-(phase + own.num_tokens) // _TILE) if own.num_tokens else 0
     step = _tiles_per_pass(v.shape[1], max(q.shape[2], v.shape[2]))
     taps: dict[int, list[tuple[int, int]]] = {}
-    for length, slot in plan.taps:
+    for length, slot in own.taps:
         row = phase + length - 1
         taps.setdefault(row // _TILE, []).append((row % _TILE, slot))
     for first in range(0, num_tiles, step):
         tiles = min(step, num_tiles - first)
         # Tokens of this pass, counted from the sequence's first one, and the row where they start.
         begin = max(first * _TILE - phase, 0)
-        end = min((first + tiles) * _TILE - phase, plan.num_tokens)
-        window = slice(plan.begin + begin, plan.begin + end)
+        end = min((first + tiles) * _TILE - phase, own.num_tokens)
+        window = slice(own.begin + begin, own.begin + end)
         tile = _Tiles(
             tuple(x[window] for x in inputs), tiles=tiles, row=begin + phase - first * _TILE, workspace=workspace
         )
@@ -65,7 +63,7 @@ def prefill_sequence(
                 state[slot].copy_(tapped)
             _state_after(_TILE - 1, tile, i, d, carried, out=carried)
         tile.read_outputs(o[window])
-    state[plan.slot].copy_(carried)
+    state[own.slot].copy_(carried)
 
 
 class _Tiles:
@@ -89,7 +87,7 @@ class _Tiles:
         self.c = self._filled("g", g.unsqueeze(2), None).mul_(LOG2_E).squeeze(3).cumsum(2)
         decay = torch.sub(self.c.unsqueeze(3), self.c.unsqueeze(2), out=self._take("decay", heads, _TILE))
         # Masked before the exponential: a positive exponent overflows to inf, and inf * 0 is NaN.
-        exp2_(decay.add_(torch.full((_TILE, _TILE), float("-inf"), device=q.device).triu_(1)))
+        exp2_(decay.add_(_later(q.device)))
         self.p, a = self._take("p", heads, _TILE), self._take("a", heads, _TILE)
         for left, product in ((qn, self.p), (kn, a)):
             pairs = self._take("pairs", key_heads, _TILE)
@@ -207,10 +205,23 @@ def _state_after(row: int, tile: _Tiles, i: int, d: Tensor, carried: Tensor, *, 
     out.baddbmm_(k.transpose(1, 2), weighted)
 
 
+@functools.cache
+def _later(device: torch.device) -> Tensor:
+    """-inf where a column's token comes after its row's, else 0."""
+    # Made once, hence outside inference mode.
+    with torch.inference_mode(False):
+        return torch.full((_TILE, _TILE), float("-inf"), device=device).triu_(1)
+
+
+@functools.cache
+def _identity(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.eye(_TILE, device=device)
+
+
 def _unit_lower_inverse(a: Tensor) -> Tensor:
     """(I + strictly lower part of a)^-1 for a [batch, 64, 64]."""
-    eye = torch.eye(_TILE, device=a.device)
-    inverse: Tensor = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
+    inverse: Tensor = torch.linalg.solve_triangular(a, _identity(a.device), upper=False, unitriangular=True)
     return inverse
 
 

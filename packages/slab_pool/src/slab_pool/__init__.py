@@ -44,11 +44,11 @@ from slab_pool.errors import (
 from slab_pool.image_file import ImageFile, ImageTransfer, save_image, temporary_path
 from slab_pool.opening import open_copy_stream
 from slab_pool.pool import PoolStatistics, SlabPool
-from slab_pool.records import Part, RecordLayout, SlabLayout, Span, pack_slab, record_spans
+from slab_pool.records import SlabLayout, Span, pack_slab, record_spans
 from slab_pool.runs import Run, Runs, plan_runs
 from slab_pool.streams import CALLING_THREAD, CallingThread, CopyStatistics, CopyStream, DirectionStatistics
 from slab_pool.tickets import CopyFailed, CopyResult, PartEvent, Ticket
-from slab_pool.transports import RecordCopy, Transport, Trial
+from slab_pool.transports import Transport, Trial
 
 __all__ = [
     "CALLING_THREAD",
@@ -71,13 +71,10 @@ __all__ = [
     "ImageFile",
     "ImageTransfer",
     "ImageUnsuitable",
-    "Part",
     "PartEvent",
     "PoolClosed",
     "PoolExhausted",
     "PoolStatistics",
-    "RecordCopy",
-    "RecordLayout",
     "Run",
     "Runs",
     "SlabLayout",

@@ -13,13 +13,11 @@ from slab_pool.streams import DEFAULT_MAX_IN_FLIGHT_BYTES, CopyStream
 from slab_pool.tickets import Ticket, without_frames
 from slab_pool.transports import (
     EnqueueCopy,
-    RecordCopy,
     Transport,
     Trial,
     choose_transport,
     enqueue_with_torch,
     find_memcpy_2d_async,
-    record_copy_transport,
     runtime_transport,
 )
 
@@ -116,8 +114,8 @@ class CudaCopyStream(CopyStream):
     (everything queued there now), a CUDA event, or a ticket. `compute_stream()` is torch's current stream.
 
     Contiguous copies go through torch. For strided ones the first of these that proves asynchronous here is
-    used: torch's own 2-D copy, the CUDA runtime's, `record_copy` (from the caller: a kernel, for instance),
-    one copy a row. `transport` names it and `trials` says what was seen; `transport=` skips the trial.
+    used: torch's own 2-D copy, the CUDA runtime's, one copy a row. `transport` names it and `trials` says what was
+    seen; `transport=` skips the trial.
 
     `cuda` (what `torch.cuda` offers), `contiguous` and `registrar` are seams for tests.
     """
@@ -127,7 +125,6 @@ class CudaCopyStream(CopyStream):
         device: torch.device | str,
         *,
         max_in_flight_bytes: int = DEFAULT_MAX_IN_FLIGHT_BYTES,
-        record_copy: RecordCopy | None = None,
         transport: Transport | None = None,
         contiguous: EnqueueCopy = enqueue_with_torch,
         registrar: Registrar | None = None,
@@ -142,7 +139,7 @@ class CudaCopyStream(CopyStream):
         if transport is None:
             with cuda.device(self.device):
                 transport, self.trials = choose_transport(
-                    self._candidates(record_copy),
+                    self._candidates(),
                     device=self.device,
                     stream=self._stream,
                     cuda=cuda,
@@ -150,15 +147,13 @@ class CudaCopyStream(CopyStream):
                 )
         self.transport = transport
 
-    def _candidates(self, record_copy: RecordCopy | None) -> list[Transport]:
+    def _candidates(self) -> list[Transport]:
         candidates = [Transport("torch", enqueue_with_torch)]
         memcpy_2d_async = find_memcpy_2d_async()
         if memcpy_2d_async is not None:
             candidates.append(
                 runtime_transport(memcpy_2d_async, lambda: int(self._cuda.current_stream(self.device).cuda_stream))
             )
-        if record_copy is not None:
-            candidates.append(record_copy_transport(record_copy))
         return candidates
 
     def compute_stream(self) -> Any:

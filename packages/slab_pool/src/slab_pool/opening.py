@@ -7,23 +7,21 @@ import torch
 from slab_pool.cpu import CpuCopyStream
 from slab_pool.cuda import CudaCopyStream
 from slab_pool.streams import DEFAULT_MAX_IN_FLIGHT_BYTES, CopyStream
-from slab_pool.transports import RecordCopy
 
 
 def open_copy_stream(
     device: torch.device | str,
     *,
     max_in_flight_bytes: int = DEFAULT_MAX_IN_FLIGHT_BYTES,
-    record_copy: RecordCopy | None = None,
 ) -> CopyStream:
     """A copy stream for arenas on `device`: CUDA's own, or a CPU's background thread.
 
-    `record_copy` is only used on CUDA, and only where neither torch nor the CUDA runtime copies strided rows
-    asynchronously. ValueError for any other kind of device.
+    Raises:
+        ValueError: any other kind of device.
     """
     device = torch.device(device)
     if device.type == "cpu":
         return CpuCopyStream(max_in_flight_bytes=max_in_flight_bytes)
     if device.type == "cuda":
-        return CudaCopyStream(device, max_in_flight_bytes=max_in_flight_bytes, record_copy=record_copy)
+        return CudaCopyStream(device, max_in_flight_bytes=max_in_flight_bytes)
     raise ValueError(f"open_copy_stream: device must be of type cpu or cuda, got {device!r}")

@@ -238,12 +238,8 @@ class SlabPool:
 
     # -- places ----------------------------------------------------------------------------------------------
 
-    def slab_number(self, handle: int) -> int:
-        """The slab's place in the pool, 0 first; `StaleSlab` unless the handle is out."""
-        return self._slab_numbers("slab_number", (handle,))[0]
-
     def slab_numbers(self, handles: Sequence[int]) -> list[int]:
-        """`slab_number` of each."""
+        """Each slab's place in the pool, 0 first; `StaleSlab` unless every handle is out."""
         return self._slab_numbers("slab_numbers", handles)
 
     def tensor(self, handle: int) -> Tensor:

@@ -1,19 +1,11 @@
-"""Where named parts of a record lie: in one slab, or across the several slabs of an image."""
+"""Where the bytes of a record lie: in one slab, or across the several slabs of an image."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from slab_pool.memory import PAGE_BYTES
-
-
-class Part(NamedTuple):
-    """Bytes `[begin, end)` of a record."""
-
-    name: str
-    begin: int
-    end: int
 
 
 class Span(NamedTuple):
@@ -24,46 +16,6 @@ class Span(NamedTuple):
     slab_begin: int
     record_begin: int
     num_bytes: int
-
-
-class RecordLayout:
-    """A record of `record_bytes` with named parts, e.g. one per layer. Immutable.
-
-    Parts do not overlap and lie inside the record; bytes of no part (padding) are allowed. A record larger
-    than a slab is packed: its byte `o` lies in slab `o // slab_bytes` of its list, whichever slabs those are.
-    ValueError for parts that overlap, are empty, lie outside or share a name.
-    """
-
-    __slots__ = ("_by_name", "parts", "record_bytes")
-
-    def __init__(self, *, record_bytes: int, parts: Iterable[tuple[str, int, int]]) -> None:
-        self.record_bytes = record_bytes
-        self.parts = tuple(Part(*part) for part in parts)
-        self._by_name = {part.name: part for part in self.parts}
-        if record_bytes < 1:
-            raise ValueError(f"RecordLayout: record_bytes must be at least 1, got {record_bytes!r}")
-        if len(self._by_name) != len(self.parts):
-            raise ValueError(f"RecordLayout: part names must differ, got {[p.name for p in self.parts]!r}")
-        end = 0
-        for part in sorted(self.parts, key=lambda part: part.begin):
-            if not end <= part.begin < part.end <= record_bytes:
-                raise ValueError(
-                    f"RecordLayout: parts must be non-empty, apart and inside {record_bytes} bytes, got {part!r}"
-                )
-            end = part.end
-
-    def part(self, name: str) -> Part:
-        """The part called `name`, or KeyError."""
-        return self._by_name[name]
-
-    def spans(self, name: str, slab_bytes: int) -> tuple[Span, ...]:
-        """The pieces of a part, in order, across slabs of `slab_bytes`; KeyError for no such part."""
-        _, begin, end = self._by_name[name]
-        return record_spans(begin, end, slab_bytes)
-
-    def num_slabs(self, slab_bytes: int) -> int:
-        """Slabs one such record takes."""
-        return -(-self.record_bytes // slab_bytes)
 
 
 def record_spans(begin: int, end: int, slab_bytes: int) -> tuple[Span, ...]:

@@ -16,14 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.profiler import profile
 
 from slab_pool.batches import Copy, Direction
 from slab_pool.memory import MIB, PAGE_BYTES, CudaRegistrar, HostChunk, Registrar
-
-RecordCopy = Callable[[Tensor, Tensor], None]
-"""Enqueue, on the current CUDA stream, a copy of the second uint8 `[rows, width]` view into the first."""
 
 EnqueueCopy = Callable[[Copy, Direction], None]
 
@@ -61,15 +57,6 @@ def enqueue_row_by_row(copy: Copy, direction: Direction) -> None:
         return
     for row in range(copy.rows):
         destination[row].copy_(source[row], non_blocking=True)
-
-
-def record_copy_transport(record_copy: RecordCopy) -> Transport:
-    """The copy that the caller brings along, e.g. a kernel which reads page-locked memory."""
-
-    def enqueue(copy: Copy, direction: Direction) -> None:
-        record_copy(*copy.views(direction))
-
-    return Transport("record_copy", enqueue)
 
 
 def runtime_transport(memcpy_2d_async: Any, current_stream: Callable[[], int]) -> Transport:

@@ -10,6 +10,7 @@ Axis letters: T tokens of a chunk, B sequences of a decode round.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,18 +84,15 @@ class Qwen35Model:
         Returns:
             The last token's hidden state ``[hidden]``, before the final norm; ``logits`` reads it.
         """
-        length = tokens.shape[0]
-        positions = torch.arange(base, base + length, device=tokens.device)
-        pass_ = _Prefill(
-            rows=positions % kernels.BLOCK_TOKENS,
-            pages=block_table[positions // kernels.BLOCK_TOKENS],
-            block_table=block_table,
-            base=base,
-            slot=slot,
-            workspace=self._workspace,
-            taps=tuple(Tap(sequence=0, position=position, slot=tap_slot) for position, tap_slot in taps),
+        chunk: dict[str, Any] = {"cu_seqlens": (0, tokens.shape[0]), "bases": (base,)}
+        states = kernels.PrefillStates(
+            slots=(slot,),
+            taps=[Tap(sequence=0, position=position, slot=tap_slot) for position, tap_slot in taps],
+            num_slots=len(self._memory.states),
+            **chunk,
         )
-        hidden = self._layers(tokens, positions, pass_, before_layer)
+        pages = kernels.PrefillPages(block_tables=block_table.unsqueeze(0), num_pages=len(self._memory.pages), **chunk)
+        hidden = self._layers(tokens, pages.positions, _Prefill(states, pages, self._workspace), before_layer)
         self._continuation[slot] = hidden[-1]
         for position, tap_slot in taps:
             self._continuation[tap_slot] = hidden[position - base - 1]
@@ -113,15 +111,9 @@ class Qwen35Model:
         Returns:
             Hidden states ``[B, hidden]``, before the final norm; ``logits`` reads them.
         """
-        blocks = (positions // kernels.BLOCK_TOKENS).unsqueeze(1)
-        pass_ = _Decode(
-            positions=positions,
-            pages=block_tables.gather(1, blocks).squeeze(1),
-            block_tables=block_tables,
-            slots=slots,
-            workspace=self._workspace,
-        )
-        hidden = self._layers(tokens, positions, pass_)
+        states = kernels.DecodeStates(slots=slots, num_slots=len(self._memory.states))
+        pages = kernels.DecodePages(block_tables=block_tables, lengths=positions + 1, num_pages=len(self._memory.pages))
+        hidden = self._layers(tokens, positions, _Decode(states, pages, self._workspace))
         self._continuation.index_copy_(0, slots, hidden)
         return hidden
 
@@ -211,13 +203,7 @@ class Qwen35Model:
             cos=cos,
             sin=sin,
         )
-        kernels.store_kv(
-            k=k,
-            v=v.view(length, heads_kv, dim),
-            kv=kv,
-            pages=pass_.pages,
-            rows=pass_.rows,
-        )
+        kernels.store_kv(k=k, v=v.view(length, heads_kv, dim), kv=kv, rows=pass_.pages.rows)
         o = pass_.attention(q, kv)
         o = kernels.attention_gate(o=o, gate=gate)
         return o.reshape(length, heads * dim)
@@ -227,92 +213,37 @@ class _Prefill:
     """The ops of a prefill chunk of one sequence."""
 
     def __init__(
-        self,
-        *,
-        rows: Tensor,
-        pages: Tensor,
-        block_table: Tensor,
-        base: int,
-        slot: int,
-        taps: tuple[Tap, ...],
-        workspace: kernels.Workspace,
+        self, states: kernels.PrefillStates, pages: kernels.PrefillPages, workspace: kernels.Workspace
     ) -> None:
-        self.rows = rows
+        self._states = states
         self.pages = pages
         self._workspace = workspace
-        self._block_tables = block_table.unsqueeze(0)
-        self._cu_seqlens = (0, rows.shape[0])
-        self._bases = (base,)
-        self._slots = (slot,)
-        self._taps = taps
 
     def conv(self, x: Tensor, weight: Tensor, history: Tensor) -> Tensor:
-        return kernels.causal_conv1d_prefill(
-            x=x,
-            weight=weight,
-            history=history,
-            slots=self._slots,
-            cu_seqlens=self._cu_seqlens,
-            bases=self._bases,
-            taps=self._taps,
-        )
+        return kernels.causal_conv1d_prefill(x=x, weight=weight, history=history, states=self._states)
 
     def delta_rule(self, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
         return kernels.gated_delta_rule_prefill(
-            q=q,
-            k=k,
-            v=v,
-            g=g,
-            beta=beta,
-            state=state,
-            slots=self._slots,
-            cu_seqlens=self._cu_seqlens,
-            bases=self._bases,
-            taps=self._taps,
-            workspace=self._workspace,
+            q=q, k=k, v=v, g=g, beta=beta, state=state, states=self._states, workspace=self._workspace
         )
 
     def attention(self, q: Tensor, kv: kernels.LayerKV) -> Tensor:
-        return kernels.paged_attention_prefill(
-            q=q,
-            kv=kv,
-            block_tables=self._block_tables,
-            cu_seqlens=self._cu_seqlens,
-            bases=self._bases,
-            workspace=self._workspace,
-        )
+        return kernels.paged_attention_prefill(q=q, kv=kv, pages=self.pages, workspace=self._workspace)
 
 
 class _Decode:
     """The ops of a decode round."""
 
-    def __init__(
-        self,
-        *,
-        positions: Tensor,
-        pages: Tensor,
-        block_tables: Tensor,
-        slots: Tensor,
-        workspace: kernels.Workspace,
-    ) -> None:
-        self.rows = positions % kernels.BLOCK_TOKENS
+    def __init__(self, states: kernels.DecodeStates, pages: kernels.DecodePages, workspace: kernels.Workspace) -> None:
+        self._states = states
         self.pages = pages
-        self._block_tables = block_tables
-        self._slots = slots
-        self._lengths = positions + 1
         self._workspace = workspace
 
     def conv(self, x: Tensor, weight: Tensor, history: Tensor) -> Tensor:
-        return kernels.causal_conv1d_step(x=x, weight=weight, history=history, slots=self._slots)
+        return kernels.causal_conv1d_step(x=x, weight=weight, history=history, states=self._states)
 
     def delta_rule(self, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-        return kernels.gated_delta_rule_step(q=q, k=k, v=v, g=g, beta=beta, state=state, slots=self._slots)
+        return kernels.gated_delta_rule_step(q=q, k=k, v=v, g=g, beta=beta, state=state, states=self._states)
 
     def attention(self, q: Tensor, kv: kernels.LayerKV) -> Tensor:
-        return kernels.paged_attention_decode(
-            q=q,
-            kv=kv,
-            block_tables=self._block_tables,
-            lengths=self._lengths,
-            workspace=self._workspace,
-        )
+        return kernels.paged_attention_decode(q=q, kv=kv, pages=self.pages, workspace=self._workspace)

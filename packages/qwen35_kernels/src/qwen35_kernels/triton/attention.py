@@ -1,6 +1,6 @@
 """Launches of attention over pages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qwen35_kernels.layout import BLOCK_TOKENS, LayerKV, PageLayout
+from qwen35_kernels.plans import DecodePages, PrefillPages
 from qwen35_kernels.triton.attention_kernels import attend_decode, attend_prefill, merge_states
 from qwen35_kernels.triton.launch import Launch, dot_dtype, dot_precision, index_tensor, power_of_2, run
 
@@ -23,6 +24,8 @@ __all__ = [
 
 # Keys a decode program walks through: a fixed split, whatever the batch.
 _PAGES_PER_SPLIT = 8
+# Queries of a prefill program.
+_QUERIES = 64
 
 
 def supported(layout: PageLayout) -> bool:
@@ -47,24 +50,20 @@ def _planes(kv: LayerKV) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]
     return pointers, strides, constants
 
 
-def plan_prefill(
-    *,
-    q: Tensor,
-    kv: LayerKV,
-    block_tables: Tensor,
-    cu_seqlens: Sequence[int],
-    bases: Sequence[int],
-    o: Tensor,
-    lse: Tensor,
-) -> tuple[Launch, ...]:
-    """q dense in its last axis, block_tables contiguous, lse float32 [T, H] contiguous."""
-    heads, dim = q.shape[1:]
-    rows = 64
+def _tables(pages: PrefillPages, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Block tables and blocks of queries (first token, end, sequence, position) as the kernel reads them."""
     blocks = [
-        [first, end, i, bases[i] + first - begin]
-        for i, (begin, end) in enumerate(pairwise(cu_seqlens))
-        for first in range(begin, end, rows)
+        [first, end, i, pages.bases[i] + first - begin]
+        for i, (begin, end) in enumerate(pairwise(pages.cu_seqlens))
+        for first in range(begin, end, _QUERIES)
     ]
+    return pages.block_tables.contiguous(), index_tensor(blocks, like, columns=4)
+
+
+def plan_prefill(*, q: Tensor, kv: LayerKV, pages: PrefillPages, o: Tensor, lse: Tensor) -> tuple[Launch, ...]:
+    """q dense in its last axis, lse float32 [T, H] contiguous."""
+    heads, dim = q.shape[1:]
+    block_tables, blocks = pages.once(("attention", q.device), lambda: _tables(pages, q))
     pointers, strides, constants = _planes(kv)
     return (
         Launch(
@@ -76,7 +75,7 @@ def plan_prefill(
                 "o_ptr": o,
                 "lse_ptr": lse,
                 "tables_ptr": block_tables,
-                "blocks_ptr": index_tensor(blocks, q, columns=4),
+                "blocks_ptr": blocks,
                 "stride_token": q.stride(0),
                 "stride_head": q.stride(1),
                 "stride_table": block_tables.stride(0),
@@ -87,7 +86,7 @@ def plan_prefill(
             },
             constants={
                 "D": dim,
-                "BM": rows,
+                "BM": _QUERIES,
                 "BLOCK": BLOCK_TOKENS,
                 "DOT": dot_dtype(q.dtype),
                 "PRECISION": dot_precision(q.dtype),
@@ -98,16 +97,11 @@ def plan_prefill(
     )
 
 
-def plan_decode(
-    *,
-    q: Tensor,
-    kv: LayerKV,
-    block_tables: Tensor,
-    lengths: Tensor,
-    o: Tensor,
-    lse: Tensor,
-) -> tuple[Launch, ...]:
+def plan_decode(*, q: Tensor, kv: LayerKV, pages: DecodePages, o: Tensor, lse: Tensor) -> tuple[Launch, ...]:
     lanes, heads, dim = q.shape
+    block_tables, lengths = pages.once(
+        "attention", lambda: (pages.block_tables.contiguous(), pages.lengths.contiguous())
+    )
     splits = max(1, -(-block_tables.shape[1] // _PAGES_PER_SPLIT))
     parts = torch.empty(splits, lanes, heads, dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(splits, lanes, heads, dtype=torch.float32, device=q.device)
@@ -173,13 +167,11 @@ def plan_merge(
     )
 
 
-def _attend(
-    plan: Callable[..., tuple[Launch, ...]], *, q: Tensor, block_tables: Tensor, lse: Tensor | None, **call: Any
-) -> Tensor:
+def _attend(plan: Callable[..., tuple[Launch, ...]], *, q: Tensor, lse: Tensor | None, **call: Any) -> Tensor:
     """Allocate what the planned launches write, run them, and return o; lse is written where it was asked for."""
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sums = lse if lse is not None and lse.is_contiguous() else torch.empty(q.shape[:2], device=q.device)
-    run(plan(q=q, block_tables=block_tables.contiguous(), o=o, lse=sums, **call))
+    run(plan(q=q, o=o, lse=sums, **call))
     if lse is not None and sums is not lse:
         lse.copy_(sums)
     return o
@@ -190,9 +182,9 @@ def prefill(**call: Any) -> Tensor:
     return _attend(plan_prefill, **call)
 
 
-def decode(*, lengths: Tensor, **call: Any) -> Tensor:
+def decode(**call: Any) -> Tensor:
     """The arguments of `plan_decode` but for o, with lse or None."""
-    return _attend(plan_decode, lengths=lengths.contiguous(), **call)
+    return _attend(plan_decode, **call)
 
 
 def merge(*, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qwen35_kernels.sequences import SequencePlan
+from qwen35_kernels.plans import PrefillStates
 from qwen35_kernels.triton.launch import Launch, index_tensor, power_of_2, run
 
 __all__ = ["plan_prefill", "plan_step", "prefill", "step"]
@@ -31,12 +31,11 @@ def conv_prefill(
     BC: tl.constexpr,
 ):
     i_block, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    # A block: first token, sequence's tokens [begin, end), slot, has state.
-    first = tl.load(blocks_ptr + i_block * 5)
-    begin = tl.load(blocks_ptr + i_block * 5 + 1)
-    end = tl.load(blocks_ptr + i_block * 5 + 2)
-    slot = tl.load(blocks_ptr + i_block * 5 + 3)
-    has_state = tl.load(blocks_ptr + i_block * 5 + 4)
+    # A block: first token, sequence's tokens [begin, end), slot.
+    first = tl.load(blocks_ptr + i_block * 4)
+    begin = tl.load(blocks_ptr + i_block * 4 + 1)
+    end = tl.load(blocks_ptr + i_block * 4 + 2)
+    slot = tl.load(blocks_ptr + i_block * 4 + 3)
     token = first + tl.arange(0, BT)
     cols = i_c * BC + tl.arange(0, BC)
     in_cols = cols < C
@@ -47,7 +46,7 @@ def conv_prefill(
         inside = ((source >= begin) & (source < end))[:, None] & in_cols[None, :]
         b_x = tl.load(x_ptr + source[:, None] * stride_x + cols[None, :], mask=inside, other=0.0)
         column = source - begin + (W - 1)
-        past = ((source < begin) & (column < tl.where(has_state != 0, W, 0)))[:, None] & in_cols[None, :]
+        past = (source < begin)[:, None] & in_cols[None, :]
         b_h = tl.load(
             history_ptr + slot * stride_history + cols[None, :] * (W - 1) + column[:, None], mask=past, other=0.0
         )
@@ -72,12 +71,11 @@ def conv_history(
 ):
     """Taps first, then the sequence's own slot: the old history is read by this program alone."""
     i_n, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    # A sequence: tokens [begin, end), slot, has state, taps [from, to); the last tap is the sequence's end.
-    begin = tl.load(sequences_ptr + i_n * 5)
-    slot = tl.load(sequences_ptr + i_n * 5 + 1)
-    has_state = tl.load(sequences_ptr + i_n * 5 + 2)
-    tap_begin = tl.load(sequences_ptr + i_n * 5 + 3)
-    tap_end = tl.load(sequences_ptr + i_n * 5 + 4)
+    # A sequence: first token, slot, taps [from, to); the last tap is the sequence's end.
+    begin = tl.load(sequences_ptr + i_n * 4)
+    slot = tl.load(sequences_ptr + i_n * 4 + 1)
+    tap_begin = tl.load(sequences_ptr + i_n * 4 + 2)
+    tap_end = tl.load(sequences_ptr + i_n * 4 + 3)
     cols, columns = i_c * BC + tl.arange(0, BC), tl.arange(0, BW)
     in_cols = (cols < C)[:, None]
     kept = (columns < W - 1)[None, :]
@@ -89,7 +87,7 @@ def conv_history(
         inside = in_cols & kept & (source >= 0)[None, :]
         b_x = tl.load(x_ptr + (begin + source)[None, :] * stride_x + cols[:, None], mask=inside, other=0.0)
         column = source + (W - 1)
-        past = in_cols & ((source < 0) & (column < tl.where(has_state != 0, W - 1, 0)))[None, :]
+        past = in_cols & (source < 0)[None, :]
         b_h = tl.load(own + column[None, :], mask=past, other=0.0)
         b_new = tl.where((source >= 0)[None, :], b_x, b_h)
         # Every thread has read the old history before any writes the new one.
@@ -131,22 +129,28 @@ def conv_step(
     tl.store(y_ptr + i_b * C + cols, b_y.to(y_ptr.dtype.element_ty), mask=in_cols)
 
 
-def plan_prefill(
-    *, x: Tensor, weight: Tensor, history: Tensor, y: Tensor, plans: tuple[SequencePlan, ...]
-) -> tuple[Launch, ...]:
-    """x dense in its last axis, weight contiguous, each slot of history contiguous."""
-    channels, width = weight.shape
+def _tables(states: PrefillStates, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks, sequences and taps as the kernels read them."""
     blocks = [
-        [first, plan.begin, plan.end, plan.slot, int(plan.has_state)]
-        for plan in plans
-        for first in range(plan.begin, plan.end, _ROWS)
+        [first, own.begin, own.end, own.slot] for own in states.sequences for first in range(own.begin, own.end, _ROWS)
     ]
     taps: list[list[int]] = []
     sequences = []
-    for plan in plans:
+    for own in states.sequences:
         begin = len(taps)
-        taps += [[length, slot] for length, slot in (*plan.taps, (plan.num_tokens, plan.slot))]
-        sequences.append([plan.begin, plan.slot, int(plan.has_state), begin, len(taps)])
+        taps += [[length, slot] for length, slot in (*own.taps, (own.num_tokens, own.slot))]
+        sequences.append([own.begin, own.slot, begin, len(taps)])
+    return (
+        index_tensor(blocks, like, columns=4),
+        index_tensor(sequences, like, columns=4),
+        index_tensor(taps, like, columns=2),
+    )
+
+
+def plan_prefill(*, x: Tensor, weight: Tensor, history: Tensor, y: Tensor, states: PrefillStates) -> tuple[Launch, ...]:
+    """x dense in its last axis, weight contiguous, each slot of history contiguous."""
+    channels, width = weight.shape
+    blocks, sequences, taps = states.once(("conv", x.device), lambda: _tables(states, x))
     block_c = min(_CHANNELS, power_of_2(channels))
     columns = -(-channels // block_c)
     strides = {"stride_x": x.stride(0), "stride_history": history.stride(0), "C": channels}
@@ -158,19 +162,19 @@ def plan_prefill(
             "weight_ptr": weight,
             "history_ptr": history,
             "y_ptr": y,
-            "blocks_ptr": index_tensor(blocks, x, columns=5),
+            "blocks_ptr": blocks,
             **strides,
         },
         constants={"W": width, "BT": _ROWS, "BC": block_c},
     )
     histories = Launch(
         kernel=conv_history,
-        grid=(len(plans), columns, 1),
+        grid=(len(states.sequences), columns, 1),
         arguments={
             "x_ptr": x,
             "history_ptr": history,
-            "sequences_ptr": index_tensor(sequences, x, columns=5),
-            "taps_ptr": index_tensor(taps, x, columns=2),
+            "sequences_ptr": sequences,
+            "taps_ptr": taps,
             **strides,
         },
         constants={"W": width, "BC": block_c, "BW": power_of_2(width - 1)},
@@ -200,10 +204,10 @@ def plan_step(*, x: Tensor, weight: Tensor, history: Tensor, slots: Tensor, y: T
     )
 
 
-def prefill(*, x: Tensor, weight: Tensor, history: Tensor, plans: tuple[SequencePlan, ...]) -> Tensor:
+def prefill(*, x: Tensor, weight: Tensor, history: Tensor, states: PrefillStates) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    run(plan_prefill(x=x, weight=weight.contiguous(), history=history, y=y, plans=plans))
+    run(plan_prefill(x=x, weight=weight.contiguous(), history=history, y=y, states=states))
     return y
 
 

@@ -115,15 +115,13 @@ def delta_scan(
 ):
     i_v, i_hv, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_hk = i_hv // GROUPS
-    tile_begin = tl.load(sequences_ptr + i_n * 4)
-    tile_end = tl.load(sequences_ptr + i_n * 4 + 1)
-    slot = tl.load(sequences_ptr + i_n * 4 + 2)
-    has_state = tl.load(sequences_ptr + i_n * 4 + 3)
+    tile_begin = tl.load(sequences_ptr + i_n * 3)
+    tile_end = tl.load(sequences_ptr + i_n * 3 + 1)
+    slot = tl.load(sequences_ptr + i_n * 3 + 2)
     rows, k_cols, v_cols = tl.arange(0, BT), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     part = i_hv * K * V + k_cols[:, None] * V + v_cols[None, :]
     inside = (k_cols < K)[:, None] & (v_cols < V)[None, :]
-    started = (k_cols < tl.where(has_state != 0, K, 0))[:, None] & (v_cols < V)[None, :]
-    b_s = tl.load(state_ptr + slot * stride_state + part, mask=started, other=0.0)
+    b_s = tl.load(state_ptr + slot * stride_state + part, mask=inside, other=0.0)
     for i_tile in range(tile_begin, tile_end):
         first = tl.load(tiles_ptr + i_tile * 3)
         low = tl.load(tiles_ptr + i_tile * 3 + 1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qwen35_kernels.layout import BLOCK_TOKENS
-from qwen35_kernels.sequences import SequencePlan
+from qwen35_kernels.plans import PrefillStates
 from qwen35_kernels.triton.delta_kernels import delta_prepare, delta_scan, delta_step
 from qwen35_kernels.triton.launch import Launch, dot_dtype, dot_precision, index_tensor, power_of_2, run
 
@@ -18,23 +18,29 @@ _EPS = 1e-6
 _BV = 32
 
 
-def _tables(plans: tuple[SequencePlan, ...]) -> tuple[list[list[int]], list[list[int]], list[int], list[list[int]]]:
-    """Tiles (first token, rows from, rows to), sequences (tiles from, to, slot, has state), taps by tile."""
+def _tables(states: PrefillStates, like: Tensor) -> dict[str, Tensor]:
+    """Tiles (first token, rows from, rows to), sequences (tiles from, to, slot), taps by tile."""
     tiles: list[list[int]] = []
     sequences: list[list[int]] = []
     offsets, taps = [0], []
-    for plan in plans:
+    for own in states.sequences:
         begin = len(tiles)
-        phase = plan.base % BLOCK_TOKENS
-        count = -(-(phase + plan.num_tokens) // BLOCK_TOKENS) if plan.num_tokens else 0
+        phase = own.base % BLOCK_TOKENS
+        count = -(-(phase + own.num_tokens) // BLOCK_TOKENS) if own.num_tokens else 0
         for i in range(count):
             first = i * BLOCK_TOKENS - phase
-            low, high = max(-first, 0), min(plan.num_tokens - first, BLOCK_TOKENS)
-            tiles.append([plan.begin + first, low, high])
-            taps += [[length - 1 - first, slot] for length, slot in plan.taps if first < length <= first + BLOCK_TOKENS]
+            low, high = max(-first, 0), min(own.num_tokens - first, BLOCK_TOKENS)
+            tiles.append([own.begin + first, low, high])
+            taps += [[length - 1 - first, slot] for length, slot in own.taps if first < length <= first + BLOCK_TOKENS]
             offsets.append(len(taps))
-        sequences.append([begin, len(tiles), plan.slot, int(plan.has_state)])
-    return tiles, sequences, offsets, taps
+        sequences.append([begin, len(tiles), own.slot])
+    return {
+        "tiles_ptr": index_tensor(tiles, like, columns=3),
+        "sequences_ptr": index_tensor(sequences, like, columns=3),
+        "tile_taps_ptr": index_tensor(offsets, like),
+        # One row more than there are taps: the tile's end reads it under a mask.
+        "taps_ptr": index_tensor([*taps, [0, 0]], like, columns=2),
+    }
 
 
 def plan_prefill(
@@ -46,10 +52,11 @@ def plan_prefill(
     beta: Tensor,
     state: Tensor,
     o: Tensor,
-    plans: tuple[SequencePlan, ...],
+    states: PrefillStates,
 ) -> tuple[Launch, ...]:
     """Inputs are checked, q, k, v dense in their last two axes."""
-    tiles, sequences, offsets, taps = _tables(plans)
+    tables = states.once(("delta rule", q.device), lambda: _tables(states, q))
+    tiles = tables["tiles_ptr"]
     heads, value_dim = v.shape[1:]
     key_dim = q.shape[2]
     dtype = q.dtype
@@ -61,7 +68,6 @@ def plan_prefill(
     squares = [scratch(len(tiles), heads, BLOCK_TOKENS, BLOCK_TOKENS, kind=dtype) for _ in range(2)]
     rows = [scratch(len(tiles), heads, BLOCK_TOKENS) for _ in range(3)]
     shared = {"t_ptr": squares[0], "p_ptr": squares[1], "c_ptr": rows[0], "rq_ptr": rows[1], "rk_ptr": rows[2]}
-    tiles_ptr = index_tensor(tiles, q, columns=3)
     constants = {
         "K": key_dim,
         "BK": power_of_2(key_dim, least=16),
@@ -79,7 +85,7 @@ def plan_prefill(
             "k_ptr": k,
             "g_ptr": g,
             "beta_ptr": beta,
-            "tiles_ptr": tiles_ptr,
+            "tiles_ptr": tiles,
             **shared,
             **strides,
             "stride_g": g.stride(0),
@@ -94,7 +100,7 @@ def plan_prefill(
     block_v = min(_BV, power_of_2(value_dim, least=16))
     scan = Launch(
         kernel=delta_scan,
-        grid=(-(-value_dim // block_v), heads, len(plans)),
+        grid=(-(-value_dim // block_v), heads, len(states.sequences)),
         arguments={
             "q_ptr": q,
             "k_ptr": k,
@@ -103,11 +109,7 @@ def plan_prefill(
             "o_ptr": o,
             "state_ptr": state,
             **shared,
-            "tiles_ptr": tiles_ptr,
-            "sequences_ptr": index_tensor(sequences, q, columns=4),
-            "tile_taps_ptr": index_tensor(offsets, q),
-            # One row more than there are taps: the tile's end reads it under a mask.
-            "taps_ptr": index_tensor([*taps, [0, 0]], q, columns=2),
+            **tables,
             **strides,
             "stride_v": v.stride(0),
             "stride_beta": beta.stride(0),
