@@ -30,3 +30,14 @@ def test_every_package_readme_says_what_it_owns() -> None:
         text = readme.read_text(encoding="utf-8")
         for heading in ("## Install", "## Owns", "## Does not own", "## Invariants", "## Where to make changes"):
             assert f"\n{heading}\n" in text, f"{readme.parent.name}: {heading}"
+
+
+def test_the_modules_that_a_package_readme_names_exist() -> None:
+    named = 0
+    for readme in ROOT.glob("packages/*/README.md"):
+        table = readme.read_text(encoding="utf-8").split("\n## Where to make changes\n")[1].split("\n## ")[0]
+        modules = re.findall(r"`([\w/]+\.py)`", table)
+        missing = [module for module in modules if not list(ROOT.glob(f"packages/*/src/*/{module}"))]
+        assert not missing, f"{readme.parent.name}: {missing}"
+        named += len(modules)
+    assert named > 50

@@ -1,4 +1,4 @@
-"""Nobody can tell a warm answer from a cold one.
+"""A warm answer cannot be told from a cold one.
 
 A follow-up turn that resumes from a snapshot is held against the same turn computed from its first token by an engine
 that reuses nothing: whole log-probabilities at every forced position, at every residue of the frontier modulo 64. Equal

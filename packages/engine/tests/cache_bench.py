@@ -57,7 +57,7 @@ def planned(*positions: int) -> list[Tap]:
 
 class Bench:
     """A cache and the lanes that run on it. With ``slabs`` there is a Host tier whose copies land only when told to, or
-    when somebody waits for them."""
+    when a pass waits for them."""
 
     def __init__(
         self,

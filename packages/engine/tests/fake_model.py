@@ -23,7 +23,7 @@ _PRIME = 65_521
 
 class FakeModel:
     """``nan_slots`` names slots whose next pass is not finite, ``broken_slots`` those whose next prefill raises;
-    ``next_error`` is what the next pass raises, whoever is in it."""
+    ``next_error`` is what the next pass raises, whatever is in it."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
@@ -88,7 +88,7 @@ class FakeModel:
         self.nan_slots.discard(slot)
         return torch.tensor([float("nan") if bad else float(state), float(rows)])
 
-    # A whole part is one value; where it is not, somebody else wrote there, and the hash says so.
+    # A whole part is one value; where it is not, another sequence wrote there, and the hash says so.
 
     def _state_part(self, slot: int) -> Tensor:
         part = self._memory.state_layout.layer_range(0)

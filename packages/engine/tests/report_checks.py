@@ -42,6 +42,7 @@ def check_report(report: RequestReport) -> None:
     assert usage.completion_tokens >= 0
     assert min(usage.taps_taken, usage.taps_skipped) >= 0
     assert (report.outcome == "failed") == (report.error is not None)
+    assert report.outcome == "length" or not report.out_of_pages
     assert timing.queued_seconds >= 0
     assert timing.staged_seconds >= 0
     assert timing.queued_seconds + timing.staged_seconds <= timing.total_seconds + 1e-9
@@ -69,6 +70,7 @@ def check_books(reports: Sequence[RequestReport], totals: Totals) -> None:
     assert totals.restored_bytes == sum(usage.reuse.restored_bytes for usage in usages)
     assert totals.taps_taken == sum(usage.taps_taken for usage in usages)
     assert totals.taps_skipped == sum(usage.taps_skipped for usage in usages)
+    assert totals.out_of_pages == sum(report.out_of_pages for report in reports)
     outcomes = Counter(report.outcome for report in reports)
     assert (totals.stopped, totals.length) == (outcomes["stop"], outcomes["length"])
     assert (totals.cancelled, totals.failed) == (outcomes["cancelled"], outcomes["failed"])

@@ -68,7 +68,7 @@ def acquired(bench: Bench, tokens: list[int], frontier: int) -> Iterator[Lease]:
 
 
 def restore_only(bench: Bench, path: Lease) -> None:
-    """What the copies of a restore leave behind that nobody waits for: blocks and tail are on the device again."""
+    """What the copies of a restore leave behind that no pass waits for: blocks and tail are on the device again."""
     index, space = bench.cache.index, bench.cache.allocator
     assert path.snapshot is not None
     missing = path.depth - index.held(path, Tier.DEVICE)

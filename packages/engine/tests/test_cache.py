@@ -1,4 +1,4 @@
-"""Who owns which page, slot and slab, from admission to the end of a lane."""
+"""The owner of each page, slot and slab, from admission to the end of a lane."""
 
 from __future__ import annotations
 

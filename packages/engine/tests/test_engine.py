@@ -269,7 +269,9 @@ def test_an_answer_that_no_page_is_left_for_ends_early(folder: Path, monkeypatch
     with engine_of(folder, kv_capacity=768, max_context=512, max_concurrency=2, prefix_reuse=False) as engine:
         streams = [engine.submit(request(tokens(64, i), max_tokens=None)) for i in range(2)]
         ends = [list(stream)[-1] for stream in streams]
+        totals = engine.stats().totals
     assert [end.reason for end in ends] == ["length", "length"]  # type: ignore[union-attr]
+    assert (totals.length, totals.out_of_pages) == (2, 1)
     lengths = sorted(end.usage.completion_tokens for end in ends)  # type: ignore[union-attr]
     assert lengths[0] < 448  # ended for want of a page
     assert lengths[1] == 448  # then the other had room to the end of its context

@@ -104,7 +104,7 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.rig.loop.running)
     @rule(error=st.sampled_from([MemoryError(), ValueError()]))
     def fail_a_pass(self, error: Exception) -> None:
-        """A pass of one lane or of several, or of nobody's fault."""
+        """A pass of one lane or of several, or a fault that is no lane's."""
         self.rig.model.next_error = error
 
     @invariant()
@@ -174,7 +174,7 @@ def test_a_failed_copy_ends_the_loop_and_answers_can_still_be_given() -> None:
 
 
 def test_after_a_failure_that_spares_none_the_loop_starts_afresh() -> None:
-    """Out of memory, or a decode of two lanes that raises: all are answered, whoever waits as well."""
+    """Out of memory, or a decode of two lanes that raises: all are answered, those that wait as well."""
     for error, lanes in ((MemoryError(), 1), (ValueError(), 2)):
         rig = Rig(lanes=lanes, slabs=60, pages=40)
         history = tokens_of(15, 150)
@@ -295,7 +295,7 @@ def test_a_restore_is_waited_for_by_its_own_lane_only() -> None:
     decoded = len(rig.answers[other])
     for _ in range(4):
         rig.turn()
-    assert rig.bench.reads.num_pending_parts == pending, "somebody waited for the copies"
+    assert rig.bench.reads.num_pending_parts == pending, "a pass waited for the copies"
     assert len(rig.answers[other]) == decoded + 4
     assert not rig.answers[waiting]
     rig.bench.land_all()
@@ -325,7 +325,7 @@ def test_prompts_that_part_share_what_is_before() -> None:
     assert rig.model.computed_tokens == 250 + 2 * (250 - 192)
 
 
-def test_nobody_waits_when_waiting_is_off_or_in_another_namespace() -> None:
+def test_no_request_waits_when_waiting_is_off_or_in_another_namespace() -> None:
     prompt = tokens_of(9, 300)
     rig = Rig(lanes=4, slabs=0, pages=40, prefill_chunk=64, pending_timeout_seconds=1e-9)
     for _ in range(2):
@@ -339,7 +339,7 @@ def test_nobody_waits_when_waiting_is_off_or_in_another_namespace() -> None:
     assert len(rig.loop.running) == 2
 
 
-def test_whoever_waits_goes_on_when_the_other_dies() -> None:
+def test_a_request_that_waits_goes_on_when_the_other_dies() -> None:
     for how in ("cancel", "nan"):
         rig = Rig(lanes=4, slabs=0, pages=40, prefill_chunk=64)
         prompt = tokens_of(10, 300)
@@ -368,7 +368,7 @@ def test_a_prefix_shared_by_raw_prompts_is_resumable_for_the_third() -> None:
     assert [event.usage.cached_tokens for event, _ in rig.ended] == [0, 0, 192]  # type: ignore[union-attr]
 
 
-def test_whoever_waits_too_long_is_told() -> None:
+def test_a_request_that_waits_too_long_is_told() -> None:
     rig = Rig(lanes=1, slabs=0, pending_timeout_seconds=30)
     rig.submit(tokens_of(12, 20), 60)
     rig.turn()

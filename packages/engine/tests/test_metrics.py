@@ -302,7 +302,7 @@ def test_no_room_to_resume_where_there_is_room_to_start_over() -> None:
     assert ask(rig, following, 60) == Reuse(matched_tokens=512, reason=MissReason.CAPACITY)
 
 
-def test_whoever_ends_while_waiting_was_not_admitted() -> None:
+def test_a_request_that_ends_while_waiting_was_not_admitted() -> None:
     rig = Rig(slabs=0, lanes=1)
     running = rig.submit(tokens_of(13, 20), 40)
     rig.turn()

@@ -28,14 +28,14 @@ def device_blocks(bench: Bench, tokens: list[int]) -> int:
     return index.match(index.prepare(tokens)).device_blocks
 
 
-def test_whoever_waits_for_a_lane_finds_its_blocks_on_the_device() -> None:
+def test_a_request_that_waits_for_a_lane_finds_its_blocks_on_the_device() -> None:
     rig = Rig(lanes=1, pages=40, slabs=80)
     following = host_only(rig)
     rig.submit(tokens_of(2, 10), 20)
     rig.turn()
     rig.submit(following, 3)
     rig.turn()
-    assert rig.bench.reads.num_pending_parts == 3  # on its way, and nobody waits for it
+    assert rig.bench.reads.num_pending_parts == 3  # on its way, and no pass waits for it
     for _ in range(5):
         rig.bench.reads.land()
         rig.turn()
@@ -52,7 +52,7 @@ def test_whoever_waits_for_a_lane_finds_its_blocks_on_the_device() -> None:
     rig.check_nothing_is_lost()
 
 
-def test_whoever_waits_for_pages_as_well() -> None:
+def test_a_request_that_waits_for_pages_finds_them_as_well() -> None:
     """Room is what is free and what the Host holds as well: another conversation's copies give way."""
     rig = Rig(lanes=2, pages=14, slabs=120, max_taps=0)
     following = host_only(rig)

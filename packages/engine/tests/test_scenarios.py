@@ -188,7 +188,7 @@ def test_eight_identical_prompts_at_once_cost_one_prefill_and_answer_alike() -> 
 
 
 def test_two_that_need_the_same_restore_copy_it_once() -> None:
-    """Whoever comes while the blocks are on their way waits: they are copied once, and nobody computes them."""
+    """A request that comes while the blocks are on their way waits: they are copied once, and no request computes them."""
     rig = Rig(lanes=4, slabs=100, pages=60)
     prompt = tokens_of(25, 400)
     rig.ask(prompt, 3)
@@ -295,7 +295,7 @@ def test_a_long_answer_takes_pages_from_the_cache_and_never_from_another_lane() 
 def test_an_answer_does_not_end_early_because_copies_hold_the_pages(
     copies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages that are being written to the Host, or filled for whoever waits, are the cache's: growth still wins."""
+    """Pages that are being written to the Host, or filled for a request that waits, are the cache's: growth still wins."""
     monkeypatch.setattr("qwen35_engine.admission.OUTPUT_WINDOW_TOKENS", 64)
     rig = Rig(lanes=1 if copies == "prefetch" else 2, slabs=200, pages=12, max_taps=0)
     cached = tokens_of(44, 400)
@@ -319,7 +319,7 @@ def test_an_answer_does_not_end_early_because_copies_hold_the_pages(
 
 
 def test_a_second_request_in_the_middle_of_a_prefill_takes_only_what_is_committed() -> None:
-    """Two and a half chunks; nobody waits for anybody here, so the second starts while blocks are half written."""
+    """Two and a half chunks; no request waits for another here, so the second starts while blocks are half written."""
     rig = Rig(lanes=2, slabs=0, pages=60, prefill_chunk=128, snapshots=8, pending_timeout_seconds=1e-9)
     prompt = tokens_of(35, 320)
     rig.submit(prompt, 4, hints=TapHints(explicit=(100,)))

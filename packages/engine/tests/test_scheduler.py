@@ -58,7 +58,7 @@ def test_a_chunk_smaller_than_a_block_still_moves() -> None:
     assert plan(view(1, 120, 400), prefill_chunk=10).prefill == PrefillChunk(1, 120, 128)
 
 
-def test_nobody_waits_for_copies_that_are_another_lanes() -> None:
+def test_no_lane_waits_for_copies_that_are_another_lanes() -> None:
     restoring = view(1, 64, 200, restoring=True)
     assert plan(restoring, view(2, 9, 9)) == StepPlan(None, (2,))
     assert plan(restoring, view(2, 0, 50), view(3, 9, 9)) == StepPlan(PrefillChunk(2, 0, 50), (3,))

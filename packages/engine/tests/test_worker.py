@@ -119,7 +119,7 @@ def test_an_idle_engine_settles_what_lands(folder: Path, monkeypatch: pytest.Mon
         open_gate.set()
         end = time.monotonic() + 60
         while engine.stats().index.fills_in_flight:
-            assert time.monotonic() < end, "nobody looked whether the copies have landed"
+            assert time.monotonic() < end, "the worker did not look whether the copies have landed"
         stats = engine.stats()
         cached = stats.index.device_blocks + stats.index.device_tails
         assert stats.index.evictable_device_pages == cached
@@ -264,7 +264,7 @@ def the_cache_fails(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("fault", [decode_fails_for_two, memory_is_out, the_cache_fails], ids=lambda f: f.__name__)
-def test_a_fault_that_spares_nobody_answers_everyone_and_the_engine_goes_on(
+def test_a_fault_that_spares_no_request_answers_all_and_the_engine_goes_on(
     folder: Path, fault: Callable[[Engine], None]
 ) -> None:
     prompts = [tokens(100, seed) for seed in (60, 61, 62, 63)]

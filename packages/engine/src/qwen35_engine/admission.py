@@ -1,4 +1,4 @@
-"""The line of waiting requests: who comes next, from which cached prefix, and when it is better to wait."""
+"""The line of waiting requests: which comes next, from which cached prefix, and when it had better wait."""
 
 from __future__ import annotations
 

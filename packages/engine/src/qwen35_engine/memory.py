@@ -1,4 +1,4 @@
-"""Device memory: the page arena, the state arena, and who may hand out their pages and slots.
+"""Device memory: the page arena, the state arena, and the free lists of their pages and slots.
 
 Everything the cache moves is one contiguous record: a page is one row of ``uint8[num_pages, page_bytes]``, the state
 of a sequence one row of ``uint8[num_slots, image_bytes]``. Page 0 and slot 0 are scratch: padding may write there,
@@ -23,7 +23,7 @@ __all__ = ["DeviceMemory", "IdPool"]
 class IdPool:
     """The free ids of an arena, lowest first; id 0 is scratch and never in it.
 
-    Deliberately knows nothing of owners: who holds an id is the business of whoever took it.
+    Deliberately knows nothing of owners: a caller that takes an id keeps track of it.
     """
 
     def __init__(self, name: str, size: int) -> None:

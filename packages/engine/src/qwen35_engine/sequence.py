@@ -21,8 +21,8 @@ class Sequence:
     """The one owner of everything that belongs to a request.
 
     It waits in the line, runs in a lane (a row of the block tables and a state slot), and ends once, by ``close``. The
-    cache fills in what it holds when it starts and takes that back when it ends. Who owns a page of a running
-    sequence, block by block::
+    cache fills in what it holds when it starts and takes that back when it ends. The owners of a running
+    sequence's pages, block by block::
 
         0 ............ frontier//64 ............ committed ............ len(pages)
         | the index's, pinned by  | the index's, or the      | its own: being written     |

@@ -102,6 +102,7 @@ def _requests(totals: Totals) -> dict[str, int]:
         "ended": totals.requests,
         "stop": totals.stopped,
         "length": totals.length,
+        "out_of_pages": totals.out_of_pages,
         "cancelled": totals.cancelled,
         "failed": totals.failed,
         "prompt_tokens": totals.prompt_tokens,

@@ -50,7 +50,7 @@ class PrefixCache:
         cost: what computing and copying take; ranks candidates.
         copy_rate: how fast restores have been so far.
         allocator: the free lists.
-        lanes: the block tables, and who has a row of them.
+        lanes: the block tables, and the sequences' rows of them.
         publisher: commits blocks and publishes snapshots.
         transfers: copies on their way.
         write_through: None without a Host tier.

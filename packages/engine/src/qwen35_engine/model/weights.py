@@ -117,7 +117,7 @@ def load_weights(folder: Path, config: ModelConfig, *, device: torch.device, dty
 
 
 def _account_for_the_rest(shards: Shards, destinations: dict[str, Tensor], config: ModelConfig) -> None:
-    """Log what is skipped; refuse what nobody knows, since leaving it out would change the answers silently."""
+    """Log what is skipped; refuse what is unknown, since leaving it out would change the answers silently."""
     rest = [name for name in shards.names() if name not in destinations]
     for part, prefixes in _SKIPPED.items():
         skipped = [name for name in rest if name.startswith(prefixes)]
