@@ -188,7 +188,7 @@ def test_eight_identical_prompts_at_once_cost_one_prefill_and_answer_alike() -> 
 
 
 def test_two_that_need_the_same_restore_copy_it_once() -> None:
-    """A request that comes while the blocks are on their way waits: they are copied once, and no request computes them."""
+    """A request that comes while the blocks are on their way waits: they are copied once and computed by no request."""
     rig = Rig(lanes=4, slabs=100, pages=60)
     prompt = tokens_of(25, 400)
     rig.ask(prompt, 3)
@@ -295,7 +295,7 @@ def test_a_long_answer_takes_pages_from_the_cache_and_never_from_another_lane() 
 def test_an_answer_does_not_end_early_because_copies_hold_the_pages(
     copies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages that are being written to the Host, or filled for a request that waits, are the cache's: growth still wins."""
+    """Pages that are being written to the Host, or filled for a waiting request, are the cache's: growth still wins."""
     monkeypatch.setattr("qwen35_engine.admission.OUTPUT_WINDOW_TOKENS", 64)
     rig = Rig(lanes=1 if copies == "prefetch" else 2, slabs=200, pages=12, max_taps=0)
     cached = tokens_of(44, 400)
