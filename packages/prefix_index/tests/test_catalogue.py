@@ -63,11 +63,11 @@ def test_item_5_backed_leaves_go_before_unbacked_ones_and_leave_a_host_copy() ->
     assert match.best is not None
     assert (match.device_blocks, match.host_blocks, match.best.restore_bytes) == (0, 2, 2 * MIB)
     lease = rig.lease(backed)
-    ticket = rig.index.begin_fill(lease, Tier.DEVICE, rig.take(1))
+    fill = rig.index.begin_fill(lease, Tier.DEVICE, rig.take(1))
     again = rig.index.match(rig.index.prepare([*backed, 7])).best
     assert again is not None
     assert (again.filling, again.restore_bytes) == (1, MIB)
-    rig.index.land(ticket)
+    rig.index.land(fill)
     rig.index.release(lease)
     assert len(rig.checked(rig.index.evict_device(9)).slots) == 1
 
@@ -224,8 +224,8 @@ def test_item_14_a_tail_fills_is_aborted_completes_and_is_evicted() -> None:
     snapshot = rig.turn(tokens, (100, ENDPOINT), host=True)[0]
     assert len(rig.index.evict_device(1).pages) == 1  # the tail is the leaf
     page = rig.take(1)
-    ticket = rig.index.begin_fill(snapshot, Tier.DEVICE, page)
-    assert list(rig.checked(rig.index.abort(ticket)).pages) == page
+    fill = rig.index.begin_fill(snapshot, Tier.DEVICE, page)
+    assert list(rig.checked(rig.index.abort(fill)).pages) == page
     page = rig.take(1)
     rig.index.land(rig.index.begin_fill(snapshot, Tier.DEVICE, page))
     match = rig.index.match(rig.index.prepare([*tokens, 7]))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from index_driver import Driver, make, raw
 from paired_world import World
 from prefix_index import SnapshotKind, Tier
-from prefix_index.digest import digest_of
+from prefix_index.views.digest import digest_of
 
 Path = tuple[object, ...]
 
@@ -127,8 +127,8 @@ def test_failing_calls_leave_the_digest_alone() -> None:
     index.extend(lease, range(4, 12), driver.pages(2))
     gone = index.acquire(index.match(index.prepare(range(3))))
     index.cancel(gone)
-    ticket = index.begin_fill(snapshot, Tier.HOST, driver.pages(3))
-    index.land(ticket)
+    fill = index.begin_fill(snapshot, Tier.HOST, driver.pages(3))
+    index.land(fill)
     before = index.digest()
     kind = SnapshotKind.TAP
     calls = [
@@ -152,8 +152,8 @@ def test_failing_calls_leave_the_digest_alone() -> None:
         lambda: index.cancel(lease),
         lambda: index.release(gone),
         lambda: index.activate(gone),
-        lambda: index.land(ticket),
-        lambda: index.abort(ticket),
+        lambda: index.land(fill),
+        lambda: index.abort(fill),
         lambda: index.begin_fill(lease, Tier.DEVICE, [1]),
         lambda: index.begin_fill(lease, Tier.HOST, []),
         lambda: index.begin_fill(lease, "device", [1]),  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def test_failing_calls_leave_the_digest_alone() -> None:
         lambda: index.claim_slot(math.nan),
         lambda: index.clear("tenant"),  # type: ignore[arg-type]
         lambda: index.clear(),
-        lambda: index.restore(index.export()),
+        lambda: index.import_tables(index.export()),
     ]
     refused = 0
     for call in calls:

@@ -11,7 +11,7 @@ import pytest
 from index_driver import Driver, make, raw
 from paired_world import World
 from prefix_index import Lease, SnapshotHandle, StaleHandle, Tier
-from prefix_index.nodes import Edge, Hold, Root, Snapshot
+from prefix_index.tree.records import Edge, Hold, Root, Snapshot
 
 KINDS = (Edge, Root, Snapshot, Hold)
 
@@ -22,7 +22,7 @@ def living() -> Counter[str]:
 
 def lineage(lease: Lease) -> list[Snapshot]:
     """The snapshots an open lease still remembers; lost ones go with it."""
-    return [s for s in (lease._resumed, lease._tap, *lease._chain) if s is not None]
+    return [s for s in (lease._resumed, lease._last_tap, *lease._lineage) if s is not None]
 
 
 def compare(world: World, before: Counter[str], where: str) -> None:

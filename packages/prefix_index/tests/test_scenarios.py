@@ -215,10 +215,10 @@ def test_39_a_restore_reuses_or_refuses() -> None:
     tokens = rig.tokens(("a", 320))
     rig.turn(tokens, (320, ENDPOINT), host=True)
     other = Rig()
-    other.index.restore(rig.index.export())
+    other.index.import_tables(rig.index.export())
     assert other.frontiers(tokens) == [320]
     with pytest.raises(Exception, match="must be empty"):
-        other.index.restore(rig.index.export())
+        other.index.import_tables(rig.index.export())
 
 
 def test_43_only_skipped_tokens_are_counted() -> None:

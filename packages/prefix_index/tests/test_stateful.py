@@ -105,7 +105,7 @@ def test_an_exported_index_restores_to_what_it_was() -> None:
         tables = world.index.export()
         other_world = World(random.Random(seed).randrange)
         other = other_world.index
-        other.restore(tables)
+        other.import_tables(tables)
         other.check_invariants()
         assert other.export() == tables, f"seed {seed}"
         if other_world.follower is not None:  # with forced collisions a hash names no block
