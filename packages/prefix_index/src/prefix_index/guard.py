@@ -7,17 +7,17 @@ from threading import get_ident
 from prefix_index.errors import ForeignHandle, InvalidArgument, StaleHandle, StaleMatch, WrongThread
 from prefix_index.leases.fills import Fill
 from prefix_index.leases.lease import Lease
-from prefix_index.match import Candidate, Match, SnapshotHandle
+from prefix_index.match import Candidate, Match, Owner, SnapshotHandle
 from prefix_index.tree.records import Edge, Snapshot
 from prefix_index.tree.tree import Tree
 
 
 class Guard:
-    """Refuses, naming the operation, the constraint and the value. `owner` marks what this index hands out."""
+    """Refuses, naming the operation, the constraint and the value."""
 
     __slots__ = ("_owner", "_thread", "_tree", "_watch")
 
-    def __init__(self, tree: Tree, owner: object, watch_thread: bool) -> None:
+    def __init__(self, tree: Tree, owner: Owner, watch_thread: bool) -> None:
         self._tree = tree
         self._owner = owner
         self._thread: int | None = None

@@ -12,7 +12,7 @@ from prefix_index.leases.commit import Commits, Publication
 from prefix_index.leases.fills import Fill, Fills
 from prefix_index.leases.lease import Lease, Leases
 from prefix_index.lookup import Lookup
-from prefix_index.match import Candidate, Match, SnapshotHandle
+from prefix_index.match import Candidate, Match, Owner, SnapshotHandle
 from prefix_index.planning.admission import ROOT, Demand
 from prefix_index.planning.cost import CostModel
 from prefix_index.prompt import (
@@ -42,7 +42,6 @@ from prefix_index.types import (
     Span,
     Tier,
     count,
-    integer,
     page_list,
 )
 from prefix_index.views.check import check
@@ -85,18 +84,17 @@ class PrefixIndex:
         check_thread: bool = True,
     ) -> None:
         geometry = Geometry.checked(block_tokens, pools, snapshots, block_bytes, image_bytes, image_slabs)
-        owner = object()  # what the handles of this index carry
+        self._owner = owner = Owner(geometry, snapshots)
         self._pools = tuple(pools)
-        self._snapshots = snapshots
         self._scheme = BlockScheme(block_tokens, block_hash)
         # Every part is handed what it uses, so this is also the order in which they depend on each other.
         self._tree = tree = Tree(self._scheme, geometry)
         self._feed = feed = Feed(self._scheme)
         self._queues = queues = Queues(tree)
         self._valuation = valuation = Valuation(tree, queues, cost or CostModel())
-        self._pins = pins = Pins(tree, queues, valuation)
-        self._eviction = Eviction(tree, feed, queues, valuation)
-        self._lookup = Lookup(tree, owner, snapshots)
+        pins = Pins(tree, queues, valuation)
+        self._eviction = Eviction(tree, feed, queues, valuation, pins)
+        self._lookup = Lookup(tree, owner)
         self._leases = Leases(tree, pins, valuation, owner)
         self._commits = Commits(tree, feed, queues, valuation, pins, self._leases)
         self._fills = Fills(tree, feed, pins, self._eviction, owner)
@@ -169,8 +167,7 @@ class PrefixIndex:
 
         Raises:
             StaleMatch: the index has moved on since the match.
-            StaleHandle: the snapshot of another match's candidate is gone.
-            ForeignHandle: match or candidate is another index's.
+            StaleHandle, ForeignHandle: the candidate's snapshot is gone, or it or the match another index's.
             InvalidArgument: the candidate is not one of the match's prompt.
         """
         if candidate is None:
@@ -187,8 +184,7 @@ class PrefixIndex:
 
         Raises:
             StaleMatch: the index has moved on since the match.
-            StaleHandle: the snapshot of another match's candidate is gone.
-            ForeignHandle: match or candidate is another index's.
+            StaleHandle, ForeignHandle: the candidate's snapshot is gone, or it or the match another index's.
             InvalidArgument: the candidate is not one of the match's prompt.
             WrongThread: another thread is the mutator.
         """
@@ -208,8 +204,7 @@ class PrefixIndex:
 
         Raises:
             WrongState: the lease is activated already.
-            StaleHandle: the lease is released.
-            ForeignHandle: the lease is another index's.
+            StaleHandle, ForeignHandle: the lease is released, or another index's.
             WrongThread: another thread is the mutator.
         """
         self._guard.change("activate", lease)
@@ -230,8 +225,7 @@ class PrefixIndex:
         Raises:
             InvalidArgument: the tokens fill no whole blocks, or the pages are not one entry per block.
             WrongState: the device does not hold the whole path.
-            StaleHandle: the lease is released.
-            ForeignHandle: the lease is another index's.
+            StaleHandle, ForeignHandle: the lease is released, or another index's.
             WrongThread: another thread is the mutator.
         """
         self._guard.change("extend", lease)
@@ -247,8 +241,7 @@ class PrefixIndex:
         """Unpin the lease's path, which becomes the most recently used, its deepest block the first of it to go.
 
         Raises:
-            StaleHandle: the lease is released already.
-            ForeignHandle: the lease is another index's.
+            StaleHandle, ForeignHandle: the lease is released already, or another index's.
             WrongThread: another thread is the mutator.
         """
         self._guard.change("release", lease)
@@ -259,8 +252,7 @@ class PrefixIndex:
 
         Raises:
             WrongState: the lease was activated.
-            StaleHandle: the lease is released.
-            ForeignHandle: the lease is another index's.
+            StaleHandle, ForeignHandle: the lease is released, or another index's.
             WrongThread: another thread is the mutator.
         """
         self._guard.change("cancel", lease)
@@ -274,8 +266,7 @@ class PrefixIndex:
         `publish` does the same; calling this first only decides which snapshots `claim_slot` finds superseded.
 
         Raises:
-            StaleHandle: the lease is released.
-            ForeignHandle: the lease is another index's.
+            StaleHandle, ForeignHandle: the lease is released, or another index's.
             WrongThread: another thread is the mutator.
         """
         self._guard.change("supersede", lease)
@@ -285,8 +276,7 @@ class PrefixIndex:
         """What a snapshot at `frontier` would be worth if published now: the claim for its slot or slabs.
 
         Raises:
-            StaleHandle: the lease is released.
-            ForeignHandle: the lease is another index's.
+            StaleHandle, ForeignHandle: the lease is released, or another index's.
         """
         self._guard.lease("worth", lease)
         return self._valuation.estimate(lease._published_frontier, frontier)
@@ -316,25 +306,14 @@ class PrefixIndex:
         Raises:
             InvalidArgument: frontier, tail, handles or kind do not fit the path or each other.
             WrongState: the index is without snapshots, or the device does not hold the path.
-            StaleHandle: the lease is released.
-            ForeignHandle: the lease is another index's.
+            StaleHandle, ForeignHandle: the lease is released, or another index's.
             WrongThread: another thread is the mutator.
         """
         self._guard.change("publish", lease)
-        if not self._snapshots:
+        if not self._owner.snapshots:
             raise WrongState("publish: the index must be made with snapshots=True, got one without")
         tokens = tail if isinstance(tail, bytes) else token_bytes("publish", tail)
-        pages = tuple(tail_pages)
-        for number in (frontier, slot, *pages):
-            if number.__class__ is not int:  # asked first: most are
-                frontier, slot, *others = (
-                    integer("publish", "frontier, slot and pages", given) for given in (frontier, slot, *pages)
-                )
-                pages = tuple(others)
-                break
-        if kind.__class__ is not SnapshotKind:
-            raise InvalidArgument(f"publish: kind must be a SnapshotKind, got {kind!r}")
-        return self._commits.publish(lease, frontier, slot, tokens, pages, kind)
+        return self._commits.publish(lease, frontier, slot, tokens, tuple(tail_pages), kind)
 
     # ------------------------------------------------------------------ copies on their way
 
@@ -359,17 +338,14 @@ class PrefixIndex:
         Raises:
             InvalidArgument: the handles are not those needed, or the slot is none.
             WrongState: the copies are there already, on their way, or have no source.
-            StaleHandle: the lease is released, or the snapshot gone.
-            ForeignHandle: lease or snapshot is another index's.
+            StaleHandle, ForeignHandle: lease or snapshot is gone, or another index's.
             WrongThread: another thread is the mutator.
         """
         self._guard.enter("begin_fill")
         if not isinstance(tier, Tier):
             raise InvalidArgument(f"begin_fill: tier must be a Tier, got {tier!r}")
         if isinstance(what, SnapshotHandle):
-            record = self._guard.snapshot("begin_fill", what)
-            slot = None if slot is None else integer("begin_fill", "slot", slot)
-            return self._fills.begin_snapshot(record, tier, tuple(handles), slot)
+            return self._fills.begin_snapshot(self._guard.snapshot("begin_fill", what), tier, tuple(handles), slot)
         self._guard.lease("begin_fill", what)
         if slot is not None:
             raise InvalidArgument(f"begin_fill: a slot goes with a snapshot, got a lease and slot {slot!r}")
@@ -379,8 +355,7 @@ class PrefixIndex:
         """The copies of `fill` have arrived: they are resident, and its pins end.
 
         Raises:
-            StaleHandle: the fill has landed or was aborted.
-            ForeignHandle: the fill is another index's.
+            StaleHandle, ForeignHandle: the fill is over, or another index's.
             WrongThread: another thread is the mutator.
         """
         self._guard.enter("land")
@@ -392,8 +367,7 @@ class PrefixIndex:
 
         Raises:
             AbortTooLate: something was committed or filled below it; then only the engine's end is left.
-            StaleHandle: the fill has landed or was aborted.
-            ForeignHandle: the fill is another index's.
+            StaleHandle, ForeignHandle: the fill is over, or another index's.
             WrongThread: another thread is the mutator.
         """
         self._guard.enter("abort")
@@ -404,8 +378,7 @@ class PrefixIndex:
         """How many blocks of the lease's path the tier holds, filling ones included. O(edges).
 
         Raises:
-            StaleHandle: the lease is released.
-            ForeignHandle: the lease is another index's.
+            StaleHandle, ForeignHandle: the lease is released, or another index's.
         """
         return min(held(self._guard.lease("held", lease), tier), lease._hold.depth)
 
@@ -414,8 +387,7 @@ class PrefixIndex:
 
         Raises:
             InvalidArgument: the tier does not hold all of them.
-            StaleHandle: the lease is released.
-            ForeignHandle: the lease is another index's.
+            StaleHandle, ForeignHandle: the lease is released, or another index's.
         """
         self._guard.lease("handles", lease)
         return self._leases.handles(lease, tier, first, end)
@@ -424,8 +396,7 @@ class PrefixIndex:
         """Where a snapshot's image and tail lie now, filling copies included.
 
         Raises:
-            StaleHandle: the snapshot is gone.
-            ForeignHandle: the snapshot is another index's.
+            StaleHandle, ForeignHandle: the snapshot is gone, or another index's.
         """
         record = self._guard.snapshot("copies", snapshot)
         return SnapshotCopies(record.slot, record.tail_pages or (), record.slabs or ())
@@ -434,8 +405,7 @@ class PrefixIndex:
         """H of a retained snapshot: the claim for a Host copy of it. -inf for a superseded one.
 
         Raises:
-            StaleHandle: the snapshot is gone.
-            ForeignHandle: the snapshot is another index's.
+            StaleHandle, ForeignHandle: the snapshot is gone, or another index's.
         """
         record = self._guard.snapshot("value", snapshot)
         if record.superseded:
@@ -460,18 +430,12 @@ class PrefixIndex:
 
         Raises:
             InvalidArgument: the number is no int, or negative.
-            StaleHandle: a protected snapshot is gone.
-            ForeignHandle: a protected snapshot is another index's.
+            StaleHandle, ForeignHandle: a protected snapshot is gone, or another index's.
             WrongThread: another thread is the mutator.
         """
         self._guard.enter("evict_device")
-        num_blocks = count("evict_device", "num_blocks", num_blocks)
-        if not protect:
-            return self._eviction.evict_device(num_blocks, backed_only)
-        shields = self._pins.shield([self._guard.snapshot("evict_device", handle) for handle in protect])
-        freed = self._eviction.evict_device(num_blocks, backed_only)
-        self._pins.unshield(shields)
-        return freed
+        shielded = [self._guard.snapshot("evict_device", handle) for handle in protect] if protect else ()
+        return self._eviction.evict_device(count("evict_device", "num_blocks", num_blocks), shielded, backed_only)
 
     def evict_host(self, num_slabs: int, protect: Iterable[SnapshotHandle] = (), claim: float = math.inf) -> Freed:
         """Give up at least `num_slabs` slabs; fewer when what is left is pinned or worth more than `claim`.
@@ -481,17 +445,12 @@ class PrefixIndex:
 
         Raises:
             InvalidArgument: the number is no int or negative, or the claim no number.
-            StaleHandle: a protected snapshot is gone.
-            ForeignHandle: a protected snapshot is another index's.
+            StaleHandle, ForeignHandle: a protected snapshot is gone, or another index's.
             WrongThread: another thread is the mutator.
         """
         self._guard.enter("evict_host")
-        num_slabs = count("evict_host", "num_slabs", num_slabs)
-        _check_claim("evict_host", claim)
-        shields = self._pins.shield([self._guard.snapshot("evict_host", handle) for handle in protect])
-        freed = self._eviction.evict_host(num_slabs, claim)
-        self._pins.unshield(shields)
-        return freed
+        shielded = [self._guard.snapshot("evict_host", handle) for handle in protect]
+        return self._eviction.evict_host(count("evict_host", "num_slabs", num_slabs), shielded, claim)
 
     def claim_slot(self, claim: float = math.inf) -> Freed | None:
         """Free one snapshot slot for an image worth `claim`, or None when every owner is pinned or worth more.
@@ -503,7 +462,6 @@ class PrefixIndex:
             WrongThread: another thread is the mutator.
         """
         self._guard.enter("claim_slot")
-        _check_claim("claim_slot", claim)
         return self._eviction.claim_slot(claim)
 
     def clear(self, namespace: bytes | None = None) -> Freed:
@@ -577,8 +535,3 @@ class PrefixIndex:
     def hand_over(self) -> None:
         """Let another thread be the mutator from its next call on."""
         self._guard.leave()
-
-
-def _check_claim(op: str, claim: float) -> None:
-    if not claim >= -math.inf:  # NaN, which compares as the greatest claim of all
-        raise InvalidArgument(f"{op}: claim must be a number, got {claim!r}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, index
 
 from prefix_index.errors import InvalidArgument
-from prefix_index.match import Match, Seen
+from prefix_index.match import Match, Owner, Seen
 from prefix_index.prompt import BlockScheme, Prompt
 from prefix_index.tree.records import Edge, Hold, Snapshot, held
 from prefix_index.tree.tokens import agreement, common_extras
@@ -18,14 +18,13 @@ _depth: Callable[[Snapshot], int] = attrgetter("depth")
 
 
 class Lookup:
-    """Makes matches. `owner` marks what this index hands out; without `snapshots` every block's end can be resumed."""
+    """Makes matches."""
 
-    __slots__ = ("_owner", "_snapshots", "_tree")
+    __slots__ = ("_owner", "_tree")
 
-    def __init__(self, tree: Tree, owner: object, snapshots: bool) -> None:
+    def __init__(self, tree: Tree, owner: Owner) -> None:
         self._tree = tree
         self._owner = owner
-        self._snapshots = snapshots
 
     def match(self, prompt: Prompt, exclude: Sequence[Span], filling: Iterable[tuple[int, Hold]]) -> Match:
         """What is cached of `prompt`. O(edges), one `startswith` for each piece of their tokens.
@@ -41,10 +40,8 @@ class Lookup:
         match = Match.__new__(Match)
         match._owner = self._owner
         match._epoch = tree.epoch
-        match._geometry = tree.geometry
         match._prompt = prompt
         match._exclude = _checked(exclude) if exclude else ()
-        match._snapshots = self._snapshots
         match._path = path
         match._seen = seen
         match._filling = ()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from prefix_index.errors import InvalidArgument
 from prefix_index.prompt import Prompt
@@ -37,12 +36,27 @@ class Reason(enum.Enum):
     EXCLUDED = "excluded"  # the frontier lies inside a span the caller excluded
 
 
+class Owner:
+    """Marks what one index hands out, and says what a handle needs to know of it.
+
+    Attributes:
+        geometry: the sizes it was made with.
+        snapshots: False where the end of every block can be resumed.
+    """
+
+    __slots__ = ("geometry", "snapshots")
+
+    def __init__(self, geometry: Geometry, snapshots: bool) -> None:
+        self.geometry = geometry
+        self.snapshots = snapshots
+
+
 class SnapshotHandle:
     """Names a snapshot. Never aliases: once the snapshot is gone, using the handle raises StaleHandle."""
 
     __slots__ = ("_owner", "_record")
 
-    def __init__(self, owner: object, record: Snapshot) -> None:
+    def __init__(self, owner: Owner, record: Snapshot) -> None:
         self._owner = owner
         self._record = record
 
@@ -66,13 +80,15 @@ class SnapshotHandle:
         return f"<snapshot {self._record.serial} at {self._record.frontier}{'' if self.alive else ', gone'}>"
 
 
-class _Shared(NamedTuple):
+class _Shared:
     """What the candidates of one match have in common. They refer to this, not to the match: it refers to them."""
 
-    owner: object
-    geometry: Geometry
-    device_blocks: int
-    filling: tuple[Span, ...]
+    __slots__ = ("device_blocks", "filling", "owner")
+
+    def __init__(self, owner: Owner, device_blocks: int, filling: tuple[Span, ...]) -> None:
+        self.owner = owner
+        self.device_blocks = device_blocks
+        self.filling = filling
 
 
 class Candidate:
@@ -95,7 +111,7 @@ class Candidate:
     def frontier(self) -> int:
         """Tokens that need not be computed again."""
         if self._record is None:
-            return self._depth * self._shared.geometry.block_tokens
+            return self._depth * self._shared.owner.geometry.block_tokens
         return self._record.frontier
 
     @property
@@ -111,7 +127,7 @@ class Candidate:
     @property
     def restore_bytes(self) -> int:
         """Bytes to bring from the Host before this can be resumed; 0 when all of it is on the device."""
-        geometry = self._shared.geometry
+        geometry = self._shared.owner.geometry
         missing = self._depth - self._shared.device_blocks
         size = missing * geometry.block_bytes if missing > 0 else 0
         if self._record is not None:
@@ -153,7 +169,6 @@ class Match:
         "_epoch",
         "_exclude",
         "_filling",
-        "_geometry",
         "_host_blocks",
         "_lost_depth",
         "_matched_blocks",
@@ -163,7 +178,6 @@ class Match:
         "_prompt",
         "_seen",
         "_shared",
-        "_snapshots",
     )
 
     _best: Candidate | None
@@ -172,17 +186,15 @@ class Match:
     _epoch: int
     _exclude: Sequence[Span]
     _filling: tuple[Span, ...]
-    _geometry: Geometry
     _host_blocks: int
     _lost_depth: int  # the deepest matched block that lost its snapshot, 0 for none
     _matched_blocks: int
     _others: Iterator[Candidate] | None  # the candidates after the best one; None until it was read
-    _owner: object
+    _owner: Owner
     _path: list[Edge]
     _prompt: Prompt
     _seen: Seen
     _shared: _Shared | None
-    _snapshots: bool
 
     @property
     def prompt(self) -> Prompt:
@@ -202,7 +214,7 @@ class Match:
     @property
     def matched_tokens(self) -> int:
         """Tokens of the matched blocks."""
-        return self._matched_blocks * self._geometry.block_tokens
+        return self._matched_blocks * self._owner.geometry.block_tokens
 
     @property
     def device_blocks(self) -> int:
@@ -265,8 +277,8 @@ class Match:
         """The candidates, deepest first, each made when it is its turn."""
         shared = self._shared
         if shared is None:
-            shared = self._shared = _Shared(self._owner, self._geometry, self._device_blocks, self._filling)
-        if self._snapshots:
+            shared = self._shared = _Shared(self._owner, self._device_blocks, self._filling)
+        if self._owner.snapshots:
             return _snapshots_on_path(shared, self._prompt, self._seen, self._matched_blocks, exclude)
         return _block_ends(shared, self._matched_blocks, exclude)
 
@@ -275,7 +287,7 @@ class Match:
 
 
 def _block_ends(shared: _Shared, blocks: int, exclude: Sequence[Span]) -> Iterator[Candidate]:
-    size = shared.geometry.block_tokens
+    size = shared.owner.geometry.block_tokens
     for depth in range(blocks, 0, -1):
         if not _inside(depth * size, exclude):
             yield Candidate(shared, None, depth, 0)

@@ -34,7 +34,7 @@ from prefix_index.tree.records import (
 )
 from prefix_index.tree.tokens import agreement, block_starts_with, common_extras, hash_before, path_goes_on_with
 from prefix_index.tree.tree import Tree, child_with
-from prefix_index.types import Extension, SnapshotKind, Span, Tier
+from prefix_index.types import Extension, SnapshotKind, Span, Tier, integer
 
 _TAP = SnapshotKind.TAP
 _BOUNDARY_BITS = SnapshotKind.BOUNDARY << KIND_SHIFT  # the greatest kind: a status with these bits has no less
@@ -192,6 +192,15 @@ class Commits:
         self, lease: Lease, frontier: int, slot: int, tail: bytes, pages: tuple[int, ...], kind: SnapshotKind
     ) -> Publication:
         """The snapshot at `frontier`, new or, where an equal one is there, refreshed and retained again."""
+        for number in (frontier, slot, *pages):
+            if number.__class__ is not int:  # asked first: most are
+                frontier, slot, *others = (
+                    integer("publish", "frontier, slot and pages", given) for given in (frontier, slot, *pages)
+                )
+                pages = tuple(others)
+                break
+        if kind.__class__ is not SnapshotKind:
+            raise InvalidArgument(f"publish: kind must be a SnapshotKind, got {kind!r}")
         tree = self._tree
         depth = self._checked_depth(lease, frontier, slot, tail, pages)
         hold = lease._hold

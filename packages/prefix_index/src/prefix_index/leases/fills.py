@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from prefix_index.errors import AbortTooLate, InvalidArgument, WrongState
 from prefix_index.events import Feed
 from prefix_index.leases.lease import Lease
+from prefix_index.match import Owner
 from prefix_index.retention.eviction import Eviction, FreedHandles
 from prefix_index.retention.pins import Pins
 from prefix_index.tree.records import (
@@ -30,7 +31,7 @@ from prefix_index.tree.records import (
     stamp_path,
 )
 from prefix_index.tree.tree import Tree
-from prefix_index.types import Freed, Pages, Span, Tier, page_list
+from prefix_index.types import Freed, Pages, Span, Tier, count, page_list
 
 
 class Fill:
@@ -40,7 +41,7 @@ class Fill:
 
     def __init__(
         self,
-        owner: object,
+        owner: Owner,
         tier: Tier,
         hold: Hold,
         first: int,
@@ -86,7 +87,7 @@ class Fill:
 
 
 class Fills:
-    """Begins, lands and aborts fills. `owner` marks what this index hands out.
+    """Begins, lands and aborts fills.
 
     Attributes:
         in_flight: the open fills, oldest first.
@@ -94,7 +95,7 @@ class Fills:
 
     __slots__ = ("_eviction", "_feed", "_owner", "_pins", "_tree", "in_flight")
 
-    def __init__(self, tree: Tree, feed: Feed, pins: Pins, eviction: Eviction, owner: object) -> None:
+    def __init__(self, tree: Tree, feed: Feed, pins: Pins, eviction: Eviction, owner: Owner) -> None:
         self._tree = tree
         self._feed = feed
         self._pins = pins
@@ -151,8 +152,8 @@ class Fills:
     def begin_snapshot(self, snapshot: Snapshot, tier: Tier, handles: tuple[Pages, ...], slot: int | None) -> Fill:
         """Give a snapshot the handles its copies are on their way to, and pin it and its path."""
         flat = page_list("begin_fill", handles, 1, len(handles))
-        if slot is not None and slot < 0:
-            raise InvalidArgument(f"begin_fill: a slot must not be negative, got {slot!r}")
+        if slot is not None:
+            slot = count("begin_fill", "slot", slot)
         if snapshot.status & (FILLING_DEVICE | FILLING_HOST):
             raise WrongState("begin_fill: one fill of a snapshot at a time, got one in flight")
         if tier is Tier.HOST:

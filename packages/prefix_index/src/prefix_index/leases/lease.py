@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefix_index.errors import InvalidArgument, StaleHandle, WrongState
-from prefix_index.match import Match, SnapshotHandle
+from prefix_index.match import Match, Owner, SnapshotHandle
 from prefix_index.planning.admission import Demand
 from prefix_index.prompt import Prompt
 from prefix_index.retention.pins import Pins
@@ -38,7 +38,7 @@ class Lease:
 
     def __init__(
         self,
-        owner: object,
+        owner: Owner,
         num_pools: int,
         prompt: Prompt,
         hold: Hold,
@@ -130,7 +130,7 @@ class Lease:
 
 
 class Leases:
-    """Makes leases and ends them. `owner` marks what this index hands out.
+    """Makes leases and ends them.
 
     Attributes:
         num_hits: leases activated that resumed from something.
@@ -139,7 +139,7 @@ class Leases:
 
     __slots__ = ("_owner", "_pins", "_tree", "_valuation", "num_hits", "tokens_resumed")
 
-    def __init__(self, tree: Tree, pins: Pins, valuation: Valuation, owner: object) -> None:
+    def __init__(self, tree: Tree, pins: Pins, valuation: Valuation, owner: Owner) -> None:
         self._tree = tree
         self._pins = pins
         self._valuation = valuation

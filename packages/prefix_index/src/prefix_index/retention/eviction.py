@@ -17,11 +17,14 @@ that has a device copy keeps that; otherwise it is gone.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
+from collections.abc import Sequence
 
-from prefix_index.errors import WrongState
+from prefix_index.errors import InvalidArgument, WrongState
 from prefix_index.events import Feed
-from prefix_index.retention.queues import Queues
+from prefix_index.retention.pins import Pins
+from prefix_index.retention.queues import Queues, kill
 from prefix_index.retention.valuation import Valuation
 from prefix_index.tree.records import (
     DEVICE_IMAGE,
@@ -66,6 +69,7 @@ class Eviction:
 
     __slots__ = (
         "_feed",
+        "_pins",
         "_queues",
         "_tree",
         "_valuation",
@@ -75,8 +79,9 @@ class Eviction:
         "num_slabs",
     )
 
-    def __init__(self, tree: Tree, feed: Feed, queues: Queues, valuation: Valuation) -> None:
+    def __init__(self, tree: Tree, feed: Feed, queues: Queues, valuation: Valuation, pins: Pins) -> None:
         self._tree = tree
+        self._pins = pins
         self._feed = feed
         self._queues = queues
         self._valuation = valuation
@@ -84,12 +89,14 @@ class Eviction:
 
     # ------------------------------------------------------------------ device pages
 
-    def evict_device(self, num_blocks: int, backed_only: bool) -> Freed:
+    def evict_device(self, num_blocks: int, protect: Sequence[Snapshot], backed_only: bool) -> Freed:
         """Give up to `num_blocks` device copies; fewer when the rest is pinned, or unbacked and only backed may go."""
         freed = FreedHandles()
+        shields = self._pins.shield(protect) if protect else ()
         missing = num_blocks
+        queue = self._queues.device
         while missing > 0:
-            item = self._queues.device.peek()
+            item = queue.peek()
             if item is None:
                 break
             if isinstance(item, Edge):
@@ -107,6 +114,8 @@ class Eviction:
                 else:
                     self._drop(item, freed)
                 missing -= 1
+        if shields:
+            self._pins.unshield(shields)
         self.num_device += num_blocks - missing
         return freed.freeze()
 
@@ -183,6 +192,7 @@ class Eviction:
 
     def claim_slot(self, claim: float) -> Freed | None:
         """Free one slot for an image worth `claim`; None when every other owner is pinned or worth more."""
+        _check_claim("claim_slot", claim)
         freed = FreedHandles()
         queues = self._queues
         self._valuation.queue_superseded()
@@ -213,9 +223,11 @@ class Eviction:
 
     # ------------------------------------------------------------------ slabs
 
-    def evict_host(self, num_slabs: int, claim: float) -> Freed:
+    def evict_host(self, num_slabs: int, protect: Sequence[Snapshot], claim: float) -> Freed:
         """Give up at least `num_slabs` slabs; fewer when it had to stop before, keeping what it had given up."""
+        _check_claim("evict_host", claim)
         freed = FreedHandles()
+        shields = self._pins.shield(protect)
         queues = self._queues
         while len(freed.slabs) < num_slabs:
             edge = queues.dead.peek()
@@ -236,6 +248,7 @@ class Eviction:
                 self._take_host_copy(victim, freed)
             else:
                 self._drop(victim, freed)
+        self._pins.unshield(shields)
         self.num_slabs += len(freed.slabs)
         return freed.freeze()
 
@@ -320,7 +333,7 @@ class Eviction:
             freed.slabs.extend(snapshot.slabs)
         if snapshot.tail_pages is not None:
             self._take_tail(snapshot, freed)
-        self._queues.forget_snapshot(snapshot)
+        kill(snapshot.slot_entry, snapshot.host_entry, snapshot.tail_entry)
         if snapshot.companion is not None:
             snapshot.companion.successor = None
             snapshot.companion = None
@@ -337,7 +350,7 @@ class Eviction:
 
     def _forget(self, edge: Edge) -> None:
         """Let nothing refer to a removed edge."""
-        self._queues.forget_edge(edge)
+        kill(edge.device_entry, edge.dead_entry)
         self._valuation.forget(edge)
 
     def clear(self, namespace: bytes | None) -> Freed:
@@ -369,6 +382,11 @@ class Eviction:
         self._tree.forget_if_empty(root)
         self._feed.mute(False)
         self._feed.cleared(root)
+
+
+def _check_claim(op: str, claim: float) -> None:
+    if not claim >= -math.inf:  # NaN, which compares as the greatest claim of all
+        raise InvalidArgument(f"{op}: claim must be a number, got {claim!r}")
 
 
 def _same_recency(edge: Edge, end: int) -> int:

@@ -94,10 +94,11 @@ class LazyHeap(Generic[T]):
         self._limit = 2 * max(64, len(kept))
 
 
-def kill(entry: QueueEntry | None) -> None:
-    """Let an entry forget its item."""
-    if entry is not None:
-        entry[2] = None
+def kill(*entries: QueueEntry | None) -> None:
+    """Let entries forget their items."""
+    for entry in entries:
+        if entry is not None:
+            entry[2] = None
 
 
 class Queues:
@@ -183,17 +184,6 @@ class Queues:
             else:
                 snapshot.host_entry = self.host_retained.renew(entry, (snapshot.value, snapshot.hit_tick), snapshot)
 
-    def forget_edge(self, edge: Edge) -> None:
-        """Let no queue refer to a removed edge."""
-        kill(edge.device_entry)
-        kill(edge.dead_entry)
-
-    def forget_snapshot(self, snapshot: Snapshot) -> None:
-        """Let no queue refer to a removed snapshot."""
-        kill(snapshot.slot_entry)
-        kill(snapshot.host_entry)
-        kill(snapshot.tail_entry)
-
 
 def _device_key(item: Edge | Snapshot) -> int | None:
     return _leaf_key(item) if isinstance(item, Edge) else _tail_key(item)
@@ -207,7 +197,7 @@ def _leaf_key(edge: Edge) -> int | None:
     tails = edge.tail_depths
     if (tails is not None and tails[-1] == end) or (edge.pins and pinned_end(edge) >= end):
         return None
-    tick = edge.tick if edge.older_stamps is None and edge.stamp_end >= end else stamped(edge, end)[0]
+    tick = edge.stamp_tick if edge.older_stamps is None and edge.stamp_end >= end else stamped(edge, end)[0]
     return tick if edge.host_blocks >= size else tick + UNBACKED
 
 

@@ -89,9 +89,9 @@ class Edge(MatchedFields):
         "slabs",
         "snapshot_children",  # child edges with snapshots in or below them
         "stamp_end",  # block depth; the edge's start while none of its blocks was ever released
+        "stamp_tick",  # when the blocks down to `stamp_end` were last released
         "start",
         "tail_depths",  # block depths of the snapshots whose tail has a device copy, ascending, or None
-        "tick",  # when the blocks down to `stamp_end` were last released
     )
 
     dead_entry: QueueEntry | None
@@ -115,9 +115,9 @@ class Edge(MatchedFields):
     slabs: list[int]
     snapshot_children: int
     stamp_end: int
+    stamp_tick: int
     start: int
     tail_depths: list[int] | None
-    tick: int
 
     def __init__(self, parent: Edge | None, start: int, end: int, extras: tuple[int, ...] | None) -> None:
         self.parent = parent
@@ -133,7 +133,7 @@ class Edge(MatchedFields):
         self.retained = []
         self.branch = self.holds = self.lost_depths = self.older_stamps = self.tail_depths = None
         self.stamp_end = start
-        self.key = self.tick = 0
+        self.key = self.stamp_tick = 0
         self.first_child = self.last_child = self.next_sibling = self.previous_sibling = self.next_collision = None
         self.device_blocks = self.host_blocks = self.pins = 0
         self.device_children = self.host_children = self.snapshot_children = self.retained_children = 0
@@ -288,7 +288,7 @@ def stamped(edge: Edge, depth: int) -> tuple[int, int]:
             if end < depth:
                 return tick, end
             tick = older
-    return (tick, edge.stamp_end) if edge.stamp_end < depth else (edge.tick, edge.start)
+    return (tick, edge.stamp_end) if edge.stamp_end < depth else (edge.stamp_tick, edge.start)
 
 
 def _stamp(edge: Edge, depth: int, tick: int) -> None:
@@ -296,17 +296,17 @@ def _stamp(edge: Edge, depth: int, tick: int) -> None:
     older = edge.older_stamps
     if edge.stamp_end > depth:
         edge.older_stamps = (
-            [*older, (edge.stamp_end, edge.tick)] if older is not None else [(edge.stamp_end, edge.tick)]
+            [*older, (edge.stamp_end, edge.stamp_tick)] if older is not None else [(edge.stamp_end, edge.stamp_tick)]
         )
     elif older is not None:
         edge.older_stamps = [(end, before) for end, before in older if end > depth] or None
     edge.stamp_end = depth
-    edge.tick = tick
+    edge.stamp_tick = tick
 
 
 def stamps_of(edge: Edge) -> list[tuple[int, int]]:
     """(block depth, tick) of every stretch of equal recency, deepest first."""
-    return [*(edge.older_stamps or ()), (edge.stamp_end, edge.tick)] if edge.stamp_end > edge.start else []
+    return [*(edge.older_stamps or ()), (edge.stamp_end, edge.stamp_tick)] if edge.stamp_end > edge.start else []
 
 
 def stamps_down_to(stamps: list[tuple[int, int]], depth: int) -> list[tuple[int, int]]:
@@ -325,7 +325,7 @@ def cut_stamps(edge: Edge, depth: int) -> None:
 
 def set_stamps(edge: Edge, stamps: list[tuple[int, int]]) -> None:
     edge.older_stamps = stamps[:-1] or None
-    edge.stamp_end, edge.tick = stamps[-1] if stamps else (edge.start, 0)
+    edge.stamp_end, edge.stamp_tick = stamps[-1] if stamps else (edge.start, 0)
 
 
 def stamp_path(edge: Edge, depth: int, tick: int) -> None:
@@ -334,7 +334,7 @@ def stamp_path(edge: Edge, depth: int, tick: int) -> None:
     while above is not None:
         if edge.older_stamps is None and edge.stamp_end <= depth:  # nothing of it was released from further down
             edge.stamp_end = depth
-            edge.tick = tick
+            edge.stamp_tick = tick
         else:
             _stamp(edge, depth, tick)
         edge = above
