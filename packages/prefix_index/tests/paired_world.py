@@ -81,7 +81,7 @@ class World:
             block_hash=HASHES[hashing],
         )
         self.index._scheme.run_bytes = self.one_of([1, 3, 128]) * SIZE * 4
-        # With forced collisions a hash names no block, so nobody can follow from outside.
+        # With forced collisions a hash names no block, so a follower could not tell blocks apart.
         self.follower = Follower() if hashing == "xxh3" else None
         if self.follower is not None:
             self.subscription = self.index.subscribe(self.follower)

@@ -109,7 +109,7 @@ def test_item_8_a_shared_boundary_is_protected_and_a_hit_retains_a_superseded_sn
     one, two = [*system, *rig.tokens(("x", 64))], [*system, *rig.tokens(("y", 64))]
     boundary = rig.turn(system, (128, BOUNDARY))[0]
     first = rig.turn(one, (192, ENDPOINT), resume=128)[0]
-    assert rig.index.value(boundary) == -math.inf, "nobody else has gone on from it yet"
+    assert rig.index.value(boundary) == -math.inf, "no other conversation has gone on from it yet"
     rig.turn(two, (192, ENDPOINT), resume=128)
     assert rig.index.value(boundary) > 0, "its hit retained it, and now it is shared"
     longer = [*one, *rig.tokens(("z", 64))]
@@ -260,7 +260,7 @@ def test_values_of_siblings_and_of_nested_snapshots() -> None:
     # Alone: 320 tokens saved, 5 blocks of its own.
     assert rig.index.value(left) == pytest.approx(320e-4 / (9 * MIB), rel=1e-12)
     right = rig.turn(two, (384, ENDPOINT))[0]
-    # The base is nobody's alone now.
+    # No snapshot is alone on the base now.
     assert rig.index.value(left) == pytest.approx(320e-4 / (5 * MIB), rel=1e-12)
     assert rig.index.value(right) == pytest.approx(384e-4 / (6 * MIB), rel=1e-12)
     top = rig.turn(base, (256, BOUNDARY))[0]

@@ -77,7 +77,7 @@ def test_edge_boundaries_do_not_show() -> None:
 
 
 def test_ticks_show_only_as_an_order() -> None:
-    """A twin that went through more releases before, in the same final order, has the same digest."""
+    """An index that went through more releases before, in the same final order, has the same digest."""
 
     def released(order: str) -> str:
         index = make(snapshots=False)
@@ -96,7 +96,7 @@ def test_ticks_show_only_as_an_order() -> None:
 
 def test_handles_of_another_library_show_as_the_numbers_they_are() -> None:
     class Number(int):
-        """An int to whoever asks for one, but none by its type."""
+        """An int where one is asked for, but none by its type."""
 
     class Foreign:
         def __init__(self, number: int) -> None:

@@ -294,7 +294,7 @@ def test_decoded_blocks_grow_a_leaf_edge_in_place() -> None:
     assert index.acquire(match, match.best).pages == (tuple(range(200)),)
 
 
-def test_a_leaf_grows_under_whoever_stands_inside_it() -> None:
+def test_a_leaf_grows_under_whatever_stands_inside_it() -> None:
     """Snapshots and other leases on a path cut nothing: only a branch does."""
     index = make()
     first = index.acquire(index.match(index.prepare(range(3))))

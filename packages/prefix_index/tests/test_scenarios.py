@@ -136,7 +136,7 @@ def test_22_pressure_demotes_what_the_host_holds_and_never_prunes_it() -> None:
 
 
 def test_24_slot_exhaustion_is_an_answer_not_an_error() -> None:
-    """With every owner pinned a claim finds nobody; the caller skips the snapshot and goes on."""
+    """With every owner pinned a claim finds no victim; the caller skips the snapshot and goes on."""
     rig = Rig()
     leases = []
     for stem in "abcd":

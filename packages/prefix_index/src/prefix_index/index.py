@@ -85,7 +85,6 @@ class PrefixIndex:
     ) -> None:
         geometry = Geometry.checked(block_tokens, pools, snapshots, block_bytes, image_bytes, image_slabs)
         self._owner = owner = Owner(geometry, snapshots)
-        self._pools = tuple(pools)
         self._scheme = BlockScheme(block_tokens, block_hash)
         # Every part is handed what it uses, so this is also the order in which they depend on each other.
         self._tree = tree = Tree(self._scheme, geometry)
@@ -101,16 +100,6 @@ class PrefixIndex:
         self._guard = Guard(tree, owner, check_thread)
 
     # ------------------------------------------------------------------ looking up
-
-    @property
-    def pools(self) -> tuple[Pool, ...]:
-        """The device pools every block has a page in."""
-        return self._pools
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens per block."""
-        return self._scheme.block_tokens
 
     @property
     def epoch(self) -> int:
@@ -232,10 +221,10 @@ class PrefixIndex:
         data = tokens if isinstance(tokens, bytes) else token_bytes("extend", tokens)
         num_blocks, rest = divmod(len(data), self._scheme.block_bytes)
         if rest:
-            raise InvalidArgument(
-                f"extend: tokens must fill blocks of {self.block_tokens}, got {len(data) // 4} tokens"
-            )
-        return self._commits.extend(lease, data, num_blocks, page_list("extend", pages, len(self._pools), num_blocks))
+            size = self._scheme.block_tokens
+            raise InvalidArgument(f"extend: tokens must fill blocks of {size}, got {len(data) // 4} tokens")
+        flat = page_list("extend", pages, self._owner.geometry.num_pools, num_blocks)
+        return self._commits.extend(lease, data, num_blocks, flat)
 
     def release(self, lease: Lease) -> None:
         """Unpin the lease's path, which becomes the most recently used, its deepest block the first of it to go.

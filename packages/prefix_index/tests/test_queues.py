@@ -1,4 +1,4 @@
-"""The lazy heap against a sorted list."""
+"""The lazy heap under every queue, against a sorted list."""
 
 from __future__ import annotations
 
