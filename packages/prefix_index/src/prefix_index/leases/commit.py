@@ -193,7 +193,7 @@ class Commits:
     ) -> Publication:
         """The snapshot at `frontier`, new or, where an equal one is there, refreshed and retained again."""
         for number in (frontier, slot, *pages):
-            if number.__class__ is not int:  # asked first: most are
+            if number.__class__ is not int:  # almost always it is
                 frontier, slot, *others = (
                     integer("publish", "frontier, slot and pages", given) for given in (frontier, slot, *pages)
                 )

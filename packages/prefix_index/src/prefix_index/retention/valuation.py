@@ -35,16 +35,7 @@ class Valuation:
         num_superseded: snapshots superseded since the index was made.
     """
 
-    __slots__ = (
-        "_changed_edges",
-        "_cost",
-        "_queues",
-        "_tree",
-        "_unqueued",
-        "_unvalued",
-        "inflation",
-        "num_superseded",
-    )
+    __slots__ = ("_changed_edges", "_cost", "_queues", "_tree", "_unqueued", "_unvalued", "inflation", "num_superseded")
 
     def __init__(self, tree: Tree, queues: Queues, cost: CostModel) -> None:
         self._tree = tree

@@ -94,59 +94,37 @@ class Edge(MatchedFields):
         "tail_depths",  # block depths of the snapshots whose tail has a device copy, ascending, or None
     )
 
-    dead_entry: QueueEntry | None
-    device_blocks: int
-    device_children: int
-    device_entry: QueueEntry | None
-    holds: list[Hold] | None
-    host_blocks: int
-    host_children: int
-    key: int
-    last_child: Edge | None
-    lost_depths: list[int] | None
-    next_collision: Edge | None
-    older_stamps: list[tuple[int, int]] | None
-    pages: list[int]
-    parent: Edge | None
-    pins: int
-    previous_sibling: Edge | None
-    retained: list[Snapshot]
-    retained_children: int
-    slabs: list[int]
-    snapshot_children: int
-    stamp_end: int
-    stamp_tick: int
-    start: int
-    tail_depths: list[int] | None
-
     def __init__(self, parent: Edge | None, start: int, end: int, extras: tuple[int, ...] | None) -> None:
         self.parent = parent
         self.start = start
         self.end = end
         self.extras = extras
         self.head = b""
-        self.pieces = None
-        self.pages = []
-        self.slabs = []
+        self.pieces = self.branch = None
         self.snapshots = []
         self.statuses = bytearray()
-        self.retained = []
-        self.branch = self.holds = self.lost_depths = self.older_stamps = self.tail_depths = None
+        self.retained: list[Snapshot] = []
+        self.pages: list[int] = []
+        self.slabs: list[int] = []
+        self.holds: list[Hold] | None = None
+        self.lost_depths: list[int] | None = None
+        self.tail_depths: list[int] | None = None
+        self.older_stamps: list[tuple[int, int]] | None = None
         self.stamp_end = start
-        self.key = self.stamp_tick = 0
-        self.first_child = self.last_child = self.next_sibling = self.previous_sibling = self.next_collision = None
-        self.device_blocks = self.host_blocks = self.pins = 0
+        self.key = self.stamp_tick = self.device_blocks = self.host_blocks = self.pins = 0
         self.device_children = self.host_children = self.snapshot_children = self.retained_children = 0
-        self.device_entry = self.dead_entry = None
+        self.first_child = self.next_sibling = None
+        self.last_child: Edge | None = None
+        self.previous_sibling: Edge | None = None
+        self.next_collision: Edge | None = None
+        self.device_entry: QueueEntry | None = None
+        self.dead_entry: QueueEntry | None = None
 
 
 class Root(Edge):
     """The empty edge a namespace hangs from."""
 
     __slots__ = ("hashed", "namespace")
-
-    hashed: int
-    namespace: bytes
 
     def __init__(self, namespace: bytes, hashed: int) -> None:
         super().__init__(None, 0, 0, None)
@@ -189,31 +167,26 @@ class Snapshot(OfferedFields):
         "value",
     )
 
-    companion: Snapshot | None
-    edge: Edge | None
-    slabs: tuple[int, ...] | None
-    slot: int | None
-    successor: Snapshot | None
-    tail_pages: tuple[int, ...] | None
-    status: int
-    slot_entry: QueueEntry | None
-    host_entry: QueueEntry | None
-    tail_entry: QueueEntry | None
-
     def __init__(
         self, serial: int, edge: Edge, depth: int, frontier: int, tail: bytes, extra: int, status: int
     ) -> None:
         self.serial = serial
-        self.edge = edge
+        self.edge: Edge | None = edge
         self.depth = depth
         self.frontier = frontier
         self.tail = tail
         self.extra = extra
-        self.companion = self.successor = self.slabs = self.slot = self.tail_pages = None
-        self.slot_entry = self.host_entry = self.tail_entry = None
+        self.status = status
+        self.slot: int | None = None
+        self.slabs: tuple[int, ...] | None = None
+        self.tail_pages: tuple[int, ...] | None = None
+        self.companion: Snapshot | None = None
+        self.successor: Snapshot | None = None
+        self.slot_entry: QueueEntry | None = None
+        self.host_entry: QueueEntry | None = None
+        self.tail_entry: QueueEntry | None = None
         self.base = self.value = 0.0
         self.hits = self.hit_tick = self.tick = self.superseded = self.pins = 0
-        self.status = status
 
     @property
     def kind(self) -> SnapshotKind:
@@ -239,11 +212,8 @@ class Hold:
 
     __slots__ = ("depth", "edge")
 
-    edge: Edge | None
-    depth: int
-
     def __init__(self, edge: Edge, depth: int) -> None:
-        self.edge = edge
+        self.edge: Edge | None = edge
         self.depth = depth
 
 
@@ -324,6 +294,7 @@ def cut_stamps(edge: Edge, depth: int) -> None:
 
 
 def set_stamps(edge: Edge, stamps: list[tuple[int, int]]) -> None:
+    """Give `edge` these stretches, deepest first."""
     edge.older_stamps = stamps[:-1] or None
     edge.stamp_end, edge.stamp_tick = stamps[-1] if stamps else (edge.start, 0)
 

@@ -41,9 +41,11 @@ class _Ticks:
         self._places: list[tuple[Row, int]] = []
 
     def put(self, row: Row, tick: int) -> None:
+        """Have `row` say the rank of `tick`."""
         self._places.append((row, tick))
 
     def rank(self) -> None:
+        """Write the ranks."""
         ranks = {tick: rank for rank, tick in enumerate(sorted({tick for _, tick in self._places}))}
         for row, tick in self._places:
             row[self._name] = ranks[tick]
@@ -59,6 +61,7 @@ class _Recorder:
         self._superseded = _Ticks("superseded")
 
     def namespaces(self) -> list[Row]:
+        """One row a namespace that holds anything."""
         namespaces: list[Row] = []
         roots = self._tree.roots
         for namespace in sorted(roots):
