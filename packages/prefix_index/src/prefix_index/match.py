@@ -234,9 +234,9 @@ class Match:
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """The places to resume from, deepest first. Worked out once."""
+        best = self.best
         found = self._candidates
         if found is None:
-            best = self.best
             assert self._others is not None
             found = self._candidates = () if best is None else (best, *self._others)
         return found
@@ -245,8 +245,9 @@ class Match:
     def best(self) -> Candidate | None:
         """The deepest candidate, or None when only the root is left. Worked out once."""
         if self._others is None:
-            self._others = self._offered(self._exclude)
-            self._best = next(self._others, None)
+            self._others = others = self._offered(self._exclude)
+            self._best = next(others, None)
+            self._candidates = None
         return self._best
 
     @property

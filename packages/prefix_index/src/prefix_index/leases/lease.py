@@ -24,7 +24,6 @@ class Lease:
         "_hold",
         "_last_tap",
         "_lineage",
-        "_num_pools",
         "_owner",
         "_prompt",
         "_prompt_depth",
@@ -36,17 +35,8 @@ class Lease:
         "_tail_pages",
     )
 
-    def __init__(
-        self,
-        owner: Owner,
-        num_pools: int,
-        prompt: Prompt,
-        hold: Hold,
-        frontier: int,
-        resumed: Snapshot | None,
-    ) -> None:
+    def __init__(self, owner: Owner, prompt: Prompt, hold: Hold, frontier: int, resumed: Snapshot | None) -> None:
         self._owner = owner
-        self._num_pools = num_pools
         self._prompt = prompt
         self._hold = hold
         self._prompt_depth = hold.depth  # blocks in which the path is known to equal the prompt
@@ -112,7 +102,7 @@ class Lease:
         edge = self._hold.edge
         if edge is None:
             raise StaleHandle("pages: the lease must be open, got a released one")
-        pools = self._num_pools
+        pools = self._owner.geometry.num_pools
         parts: list[list[int]] = []
         while edge.parent is not None:
             if edge.start < self._resume_depth:
@@ -163,18 +153,18 @@ class Leases:
 
     def acquire(self, match: Match, depth: int, snapshot: Snapshot | None) -> Lease:
         """Pin the first `depth` blocks of the match's path, and `snapshot`, which stands there, if there is one."""
-        tree = self._tree
-        frontier = depth * tree.geometry.block_tokens
+        pins = self._pins
         if snapshot is not None:
             edge = snapshot.edge
             frontier = snapshot.frontier
-            self._pins.pin_snapshot(snapshot)
+            pins.pin_snapshot(snapshot)
         else:
-            edge = match._edge_at(depth) if depth else tree.root(match._prompt._namespace)
+            edge = match._edge_at(depth) if depth else self._tree.root(match._prompt._namespace)
+            frontier = depth * self._owner.geometry.block_tokens
         assert edge is not None
         hold = Hold(edge, depth)
-        self._pins.pin(hold)
-        return Lease(self._owner, tree.geometry.num_pools, match._prompt, hold, frontier, snapshot)
+        pins.pin(hold)
+        return Lease(self._owner, match._prompt, hold, frontier, snapshot)
 
     def activate(self, lease: Lease) -> None:
         """The lane has its own copy of what it resumed from: count the hit and unpin the snapshot. Once per lease.
@@ -198,8 +188,8 @@ class Leases:
         hold = lease._hold
         edge = hold.edge
         assert edge is not None
-        tree.clock += 1
-        stamp_path(edge, hold.depth, tree.clock)
+        tree.clock = clock = tree.clock + 1
+        stamp_path(edge, hold.depth, clock)
         self._pins.unpin(hold)
         if edge.parent is None:
             tree.forget_if_empty(edge)
@@ -225,7 +215,7 @@ class Leases:
             raise InvalidArgument(
                 f"handles: blocks must lie in the {there} held on the {tier.value}, got [{first}, {end})"
             )
-        pools = lease._num_pools if tier is Tier.DEVICE else 1
+        pools = self._owner.geometry.num_pools if tier is Tier.DEVICE else 1
         joined: list[int] = []
         for part in path_of(edge):
             if part.end > first and part.start < end:
