@@ -46,7 +46,7 @@ class Lookup:
         match._seen = seen
         match._filling = ()
         match._matched_blocks = match._device_blocks = match._host_blocks = match._lost_depth = 0
-        match._others = match._shared = None
+        match._first = match._candidates = match._shared = None
         root = tree.roots.get(prompt._namespace)
         if root is None or prompt._num_tokens < 2:
             return match

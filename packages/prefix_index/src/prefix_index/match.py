@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from prefix_index.errors import InvalidArgument
 from prefix_index.prompt import Prompt
@@ -163,16 +164,15 @@ class Match:
     """What the index knew about a prompt when it was asked. Frozen."""
 
     __slots__ = (
-        "_best",
         "_candidates",
         "_device_blocks",
         "_epoch",
         "_exclude",
         "_filling",
+        "_first",
         "_host_blocks",
         "_lost_depth",
         "_matched_blocks",
-        "_others",
         "_owner",
         "_path",
         "_prompt",
@@ -180,16 +180,15 @@ class Match:
         "_shared",
     )
 
-    _best: Candidate | None
     _candidates: tuple[Candidate, ...] | None
     _device_blocks: int
     _epoch: int
     _exclude: Sequence[Span]
     _filling: tuple[Span, ...]
+    _first: tuple[Candidate, ...] | None  # the first of the candidates, if there is one; None until it was read
     _host_blocks: int
     _lost_depth: int  # the deepest matched block that lost its snapshot, 0 for none
     _matched_blocks: int
-    _others: Iterator[Candidate] | None  # the candidates after the best one; None until it was read
     _owner: Owner
     _path: list[Edge]
     _prompt: Prompt
@@ -234,21 +233,19 @@ class Match:
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """The places to resume from, deepest first. Worked out once."""
-        best = self.best
-        found = self._candidates
-        if found is None:
-            assert self._others is not None
-            found = self._candidates = () if best is None else (best, *self._others)
-        return found
+        if self._candidates is None:
+            best = self.best
+            others = islice(self._offered(self._exclude), 1, None)
+            self._candidates = () if best is None else (best, *others)
+        return self._candidates
 
     @property
     def best(self) -> Candidate | None:
         """The deepest candidate, or None when only the root is left. Worked out once."""
-        if self._others is None:
-            self._others = others = self._offered(self._exclude)
-            self._best = next(others, None)
-            self._candidates = None
-        return self._best
+        first = self._first
+        if first is None:
+            first = self._first = tuple(islice(self._offered(self._exclude), 1))
+        return first[0] if first else None
 
     @property
     def reason(self) -> Reason:
