@@ -111,11 +111,11 @@ def _filling_on_path(path: list[Edge], blocks: int, filling: Iterable[tuple[int,
     on_path = set(map(id, path))
     found = []
     for first, hold in filling:
-        at = hold.edge
+        edge = hold.edge
         end = hold.depth
-        while at is not None and id(at) not in on_path:
-            at = at.parent
-            end = at.end if at is not None else 0
+        while edge is not None and id(edge) not in on_path:
+            edge = edge.parent
+            end = edge.end if edge is not None else 0
         end = min(end, blocks)
         if first < end:
             found.append((first, end))

@@ -89,31 +89,30 @@ class Commits:
         hold = lease._hold
         edge = hold.edge
         assert edge is not None
-        at = hold.depth
-        if edge.start + edge.device_blocks < at:
-            raise WrongState(
-                f"extend: all {at} blocks of the path must be held on the device, got {edge.start + edge.device_blocks}"
-            )
+        depth = hold.depth
+        there = edge.start + edge.device_blocks
+        if there < depth:
+            raise WrongState(f"extend: all {depth} blocks of the path must be held on the device, got {there}")
         if not num_blocks:
             return Extension((), (), ())
         prompt = lease._prompt
-        end = at + num_blocks
+        end = depth + num_blocks
         extras = None
         if prompt._extras.pairs:
-            extras = prompt._extras.of_blocks(at, end, tree.scheme.block_tokens)
+            extras = prompt._extras.of_blocks(depth, end, tree.scheme.block_tokens)
         if not lease._activated:
             self._leases.activate(lease)
-        if lease._prompt_depth == at and prompt._tokens.startswith(tokens, at * tree.scheme.block_bytes):
+        if lease._prompt_depth == depth and prompt._tokens.startswith(tokens, depth * tree.scheme.block_bytes):
             lease._prompt_depth = end  # the path is still the lease's prompt, whose hashes are known
-        if at < edge.end or edge.first_child is not None or edge.parent is None:
+        if depth < edge.end or edge.first_child is not None or edge.parent is None:
             done = self._merge(lease, tokens, num_blocks, extras, pages)
         else:
             # A conversation goes on, as most do: its leaf grows, and the pin at the leaf's end with it.
-            tree.append(edge, tokens, extras, prompt._hashes[at] if at < lease._prompt_depth else None, pages)
+            tree.append(edge, tokens, extras, prompt._hashes[depth] if depth < lease._prompt_depth else None, pages)
             hold.depth = end
             tree.pinned_blocks += num_blocks
             self.num_inserted += num_blocks
-            done = Extension(((at, end),), (), ())
+            done = Extension(((depth, end),), (), ())
         if not self._feed.silent:
             assert lease._hold.edge is not None
             path = path_of(lease._hold.edge)
@@ -132,28 +131,28 @@ class Commits:
         hold = lease._hold
         edge = hold.edge
         assert edge is not None
-        at = hold.depth
-        end = at + num_blocks
+        depth = hold.depth
+        end = depth + num_blocks
         reattached: list[Span] = []
         duplicate: list[Span] = []
         done = 0
         while done < num_blocks:
-            if at < edge.end:
+            if depth < edge.end:
                 # Along the present edge as far as it agrees; cut it where it does not.
-                same = agreement(edge, scheme, at, tokens, done * width, min(edge.end - at, num_blocks - done))
-                same = common_extras(edge.extras, at - edge.start, extras, done, same)
-                present = min(max(0, edge.start + edge.device_blocks - at), same)
+                same = agreement(edge, scheme, depth, tokens, done * width, min(edge.end - depth, num_blocks - done))
+                same = common_extras(edge.extras, depth - edge.start, extras, done, same)
+                present = min(max(0, edge.start + edge.device_blocks - depth), same)
                 if present:
-                    _add_span(duplicate, at, at + present)
+                    _add_span(duplicate, depth, depth + present)
                     self.num_duplicate += present
                 if same > present:
                     tree.add_device_copies(edge, pages[(done + present) * pools : (done + same) * pools])
-                    _add_span(reattached, at + present, at + same)
+                    _add_span(reattached, depth + present, depth + same)
                     self.num_reattached += same - present
-                at += same
+                depth += same
                 done += same
-                if done < num_blocks and at < edge.end:
-                    upper = tree.split(edge, at)
+                if done < num_blocks and depth < edge.end:
+                    upper = tree.split(edge, depth)
                     self._valuation.divide(edge, upper)
                     edge = upper
                 continue
@@ -163,7 +162,7 @@ class Commits:
                 extra = extras[done] if extras is not None else 0
                 block = tokens[done * width : (done + 1) * width]
                 if edge.branch is not None:
-                    key = _key_below(lease, edge, at, block, extra, scheme)
+                    key = _key_below(lease, edge, depth, block, extra, scheme)
                     child = edge.branch.get(key)
                 child = child_with(child, block, extra)
             if child is None:
@@ -175,16 +174,16 @@ class Commits:
                 tokens, pages = tokens[done * width :], pages[done * pools :]
                 extras = extras[done:] if extras is not None and any(extras[done:]) else None
             if edge.first_child is None and edge.parent is not None:
-                known = lease._prompt._hashes[at] if at < lease._prompt_depth else None
+                known = lease._prompt._hashes[depth] if depth < lease._prompt_depth else None
                 tree.append(edge, tokens, extras, known, pages)
             else:
                 if key is None:
                     extra = extras[0] if extras is not None else 0
-                    key = _key_below(lease, edge, at, tokens[:width], extra, scheme)
+                    key = _key_below(lease, edge, depth, tokens[:width], extra, scheme)
                 edge = tree.add_child(edge, tokens, extras, key, pages)
             self.num_inserted += inserted
         lease._hold = self._pins.move(hold, edge, end)
-        return Extension(((at, end),) if inserted else (), tuple(reattached), tuple(duplicate))
+        return Extension(((depth, end),) if inserted else (), tuple(reattached), tuple(duplicate))
 
     # ------------------------------------------------------------------ snapshots
 
@@ -351,7 +350,7 @@ def _is_shared(snapshot: Snapshot, scheme: BlockScheme) -> bool:
     """Whether several conversations have gone on from `snapshot`: the tree below is no single chain. O(chain)."""
     edge = snapshot.edge
     assert edge is not None
-    at: Edge | None = edge
+    below: Edge | None = edge
     if snapshot.depth < edge.end:
         if not block_starts_with(edge, scheme, snapshot.depth, snapshot.tail):
             return False
@@ -364,10 +363,10 @@ def _is_shared(snapshot: Snapshot, scheme: BlockScheme) -> bool:
                     return True
                 going_on = child
             child = child.next_sibling
-        at = going_on
-    while at is not None:
-        first = at.first_child
+        below = going_on
+    while below is not None:
+        first = below.first_child
         if first is not None and first.next_sibling is not None:
             return True
-        at = first
+        below = first
     return False

@@ -145,10 +145,10 @@ class Leases:
         if snapshot is not None and snapshot.tail:
             restore += snapshot.tail_pages is None
             own += snapshot.tail_pages is not None and not snapshot.pins
-        at: Edge | None = edge
-        while at is not None and pinned_end(at) < at.end:
-            own += max(0, min(at.start + at.device_blocks, depth) - pinned_end(at))
-            at = at.parent
+        above: Edge | None = edge
+        while above is not None and pinned_end(above) < above.end:
+            own += max(0, min(above.start + above.device_blocks, depth) - pinned_end(above))
+            above = above.parent
         return Demand(depth, restore, own)
 
     def acquire(self, match: Match, depth: int, snapshot: Snapshot | None) -> Lease:

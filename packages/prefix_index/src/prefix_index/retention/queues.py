@@ -149,20 +149,20 @@ class Queues:
 
     def offer_path(self, edge: Edge) -> None:
         """Queue the deepest copies on the path to `edge`, one per tier, if they may go now."""
-        at = edge
-        while not at.device_blocks and at.parent is not None:
-            at = at.parent
-        self.offer_device(at)
+        deepest = edge
+        while not deepest.device_blocks and deepest.parent is not None:
+            deepest = deepest.parent
+        self.offer_device(deepest)
         if self._tree.host_blocks:
             self.offer_dead_path(edge)
 
     def offer_dead_path(self, edge: Edge) -> None:
         """Queue the deepest edge on the path to `edge` that has a Host copy, if it is dead."""
-        at: Edge | None = edge
-        while at is not None and not at.host_blocks:
-            at = at.parent
-        if at is not None:
-            self.offer_dead(at)
+        deepest: Edge | None = edge
+        while deepest is not None and not deepest.host_blocks:
+            deepest = deepest.parent
+        if deepest is not None:
+            self.offer_dead(deepest)
 
     def offer_snapshot(self, snapshot: Snapshot) -> None:
         """Queue a snapshot for its slot and for its slabs. An entry in another queue has no key there any more."""

@@ -346,12 +346,12 @@ def edge_at(hold: Hold, depth: int) -> tuple[Edge, Edge | None]:
 
 def held(edge: Edge, tier: Tier) -> int:
     """How many blocks of the path to the end of `edge` the tier holds. O(edges)."""
-    at: Edge | None = edge
-    while at is not None:
-        size = at.device_blocks if tier is Tier.DEVICE else at.host_blocks
+    above: Edge | None = edge
+    while above is not None:
+        size = above.device_blocks if tier is Tier.DEVICE else above.host_blocks
         if size:
-            return at.start + size
-        at = at.parent
+            return above.start + size
+        above = above.parent
     return 0
 
 

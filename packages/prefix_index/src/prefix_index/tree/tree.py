@@ -271,17 +271,18 @@ class Tree:
             gone.sort(key=_depth, reverse=True)
         return gone
 
-    def split(self, edge: Edge, at: int) -> Edge:
-        """Cut `edge` before absolute block `at` and return the new upper half. O(what the upper half takes).
+    def split(self, edge: Edge, depth: int) -> Edge:
+        """Cut `edge` before absolute block `depth` and return the new upper half. O(what the upper half takes).
 
         The lower half keeps its object, its children and its place in the queues. The upper needs none: the caller pins
         it down to the cut, and queues what it then unpins.
         """
-        size = at - edge.start
+        size = depth - edge.start
         extras = edge.extras
-        upper = Edge(edge.parent, edge.start, at, extras[:size] if extras is not None and any(extras[:size]) else None)
+        above = extras[:size] if extras is not None and any(extras[:size]) else None
+        upper = Edge(edge.parent, edge.start, depth, above)
         self._replace(edge, upper)
-        move_tokens(edge, upper, self.scheme, at)
+        move_tokens(edge, upper, self.scheme, depth)
         edge.extras = extras[size:] if extras is not None and any(extras[size:]) else None
         cut = size * self.geometry.num_pools
         upper.pages, edge.pages = edge.pages[:cut], edge.pages[cut:]
@@ -289,21 +290,21 @@ class Tree:
         upper.slabs, edge.slabs = edge.slabs[:size], edge.slabs[size:]
         upper.host_blocks, edge.host_blocks = min(edge.host_blocks, size), max(0, edge.host_blocks - size)
         stamps = stamps_of(edge)
-        self._divide_snapshots(edge, upper, at)
-        edge.start = at
-        set_stamps(upper, stamps_down_to(stamps, at))
-        set_stamps(edge, [stamp for stamp in stamps if stamp[0] > at])
+        self._divide_snapshots(edge, upper, depth)
+        edge.start = depth
+        set_stamps(upper, stamps_down_to(stamps, depth))
+        set_stamps(edge, [stamp for stamp in stamps if stamp[0] > depth])
         edge.parent = upper
         upper.first_child = upper.last_child = edge
         upper.device_children = 1 if edge.device_blocks else 0
         upper.host_children = 1 if edge.host_blocks else 0
-        self._divide_holds(edge, upper, at)
+        self._divide_holds(edge, upper, depth)
         self.num_edges += 1
         self.epoch += 1
         return upper
 
-    def _divide_snapshots(self, edge: Edge, upper: Edge, at: int) -> None:
-        above = [snapshot for snapshot in edge.snapshots if snapshot.depth <= at]
+    def _divide_snapshots(self, edge: Edge, upper: Edge, depth: int) -> None:
+        above = [snapshot for snapshot in edge.snapshots if snapshot.depth <= depth]
         if above:
             for snapshot in above:
                 snapshot.edge = upper
@@ -313,18 +314,18 @@ class Tree:
             del edge.retained[: len(upper.retained)]
         upper.snapshot_children = 1 if edge.snapshots or edge.snapshot_children else 0
         upper.retained_children = 1 if edge.retained or edge.retained_children else 0
-        upper.tail_depths, edge.tail_depths = _divided(edge.tail_depths, at)
-        upper.lost_depths, edge.lost_depths = _divided(edge.lost_depths, at)
+        upper.tail_depths, edge.tail_depths = _divided(edge.tail_depths, depth)
+        upper.lost_depths, edge.lost_depths = _divided(edge.lost_depths, depth)
 
-    def _divide_holds(self, edge: Edge, upper: Edge, at: int) -> None:
+    def _divide_holds(self, edge: Edge, upper: Edge, depth: int) -> None:
         if edge.holds is not None:
-            above = [hold for hold in edge.holds if hold.depth <= at]
+            above = [hold for hold in edge.holds if hold.depth <= depth]
             if above:
                 for hold in above:
                     hold.edge = upper
                 upper.holds = above
                 upper.pins = len(above)
-                edge.holds = [hold for hold in edge.holds if hold.depth > at] or None
+                edge.holds = [hold for hold in edge.holds if hold.depth > depth] or None
                 edge.pins -= len(above)
         if edge.pins:
             upper.pins += 1
@@ -398,11 +399,11 @@ def _count_out(edge: Edge) -> None:
         edge.snapshot_children -= 1
 
 
-def _divided(depths: list[int] | None, at: int) -> tuple[list[int] | None, list[int] | None]:
-    """The depths up to `at` and those below it; None for none."""
+def _divided(depths: list[int] | None, depth: int) -> tuple[list[int] | None, list[int] | None]:
+    """The depths up to `depth` and those below it; None for none."""
     if depths is None:
         return None, None
-    place = bisect_right(depths, at)
+    place = bisect_right(depths, depth)
     return depths[:place] or None, depths[place:] or None
 
 

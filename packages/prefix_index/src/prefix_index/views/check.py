@@ -165,11 +165,11 @@ class _Facts:
         if len(children) > 1:
             listed = []
             for head in (edge.branch or {}).values():
-                at: Edge | None = head
-                while at is not None:
-                    require(at.key == head.key, "colliding children must share a key", at.key, head.key)
-                    listed.append(id(at))
-                    at = at.next_collision
+                child = head
+                while child is not None:
+                    require(child.key == head.key, "colliding children must share a key", child.key, head.key)
+                    listed.append(id(child))
+                    child = child.next_collision
             require(sorted(listed) == sorted(map(id, children)), "the branch must list every child", len(listed))
         else:
             lone = edge.branch is None and all(child.next_collision is None for child in children)

@@ -178,12 +178,12 @@ def _paths(tables: HostTables) -> list[list[int]]:
     paths = []
     for position, snapshot in enumerate(tables.snapshots):
         path = []
-        at = snapshot.anchor
-        if at is not None and not 0 <= at < len(tables.blocks):
-            raise InvalidArgument(f"tables: the anchor of snapshot row {position} must be a block row, got {at}")
-        while at is not None:
-            path.append(at)
-            at = tables.blocks[at].parent
+        anchor = snapshot.anchor
+        if anchor is not None and not 0 <= anchor < len(tables.blocks):
+            raise InvalidArgument(f"tables: the anchor of snapshot row {position} must be a block row, got {anchor}")
+        while anchor is not None:
+            path.append(anchor)
+            anchor = tables.blocks[anchor].parent
         paths.append(path)
     return paths
 
