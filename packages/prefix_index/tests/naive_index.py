@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from naive_records import (
     NaiveBlock,
+    NaiveFill,
     NaiveFreed,
     NaiveLease,
     NaiveSnapshot,
-    NaiveTicket,
     Pairs,
     Path,
     as_bytes,
@@ -41,7 +41,7 @@ class NaiveIndex:
         self.blocks: dict[tuple[bytes, Path], NaiveBlock] = {}
         self.snapshots: list[NaiveSnapshot] = []
         self.leases: list[NaiveLease] = []
-        self.tickets: list[NaiveTicket] = []
+        self.fills: list[NaiveFill] = []
         self.inflation = 0.0
         self.clock = 0
 
@@ -98,19 +98,19 @@ class NaiveIndex:
     def filling(self, namespace: bytes, path: Path) -> int:
         """Blocks of `path` that are on their way to the device."""
         count = 0
-        for ticket in self.tickets:
-            if ticket.tier == "device" and ticket.snapshot is None and ticket.namespace == namespace:
-                for depth in range(ticket.first + 1, len(ticket.path) + 1):
-                    count += path[:depth] == ticket.path[:depth] and len(path) >= depth
+        for fill in self.fills:
+            if fill.tier == "device" and fill.snapshot is None and fill.namespace == namespace:
+                for depth in range(fill.first + 1, len(fill.path) + 1):
+                    count += path[:depth] == fill.path[:depth] and len(path) >= depth
         return count
 
     def pins(self, namespace: bytes, path: Path) -> int:
-        holders = [*self.leases, *self.tickets]
+        holders = [*self.leases, *self.fills]
         return sum(h.namespace == namespace and h.path[: len(path)] == path for h in holders)
 
     def snapshot_pins(self, snapshot: NaiveSnapshot) -> int:
         by_leases = sum(lease.resumed is snapshot and lease.holds_snapshot for lease in self.leases)
-        return by_leases + sum(ticket.snapshot is snapshot for ticket in self.tickets)
+        return by_leases + sum(fill.snapshot is snapshot for fill in self.fills)
 
     def below(self, namespace: bytes, path: Path) -> list[NaiveBlock]:
         return [
@@ -418,7 +418,7 @@ class NaiveIndex:
 
     # ------------------------------------------------------------------ fills
 
-    def begin_blocks(self, lease: NaiveLease, tier: str, handles: list[tuple[int, ...]]) -> NaiveTicket:
+    def begin_blocks(self, lease: NaiveLease, tier: str, handles: list[tuple[int, ...]]) -> NaiveFill:
         first = self.held(lease.namespace, lease.path, tier)
         path = lease.path[: first + len(handles)]
         for i, handle in enumerate(handles):
@@ -427,13 +427,13 @@ class NaiveIndex:
                 block.pages = handle
             else:
                 block.slab = handle[0]
-        ticket = NaiveTicket(tier, lease.namespace, path, first)
-        self.tickets.append(ticket)
-        return ticket
+        fill = NaiveFill(tier, lease.namespace, path, first)
+        self.fills.append(fill)
+        return fill
 
     def begin_snapshot(
         self, snapshot: NaiveSnapshot, tier: str, handles: tuple[int, ...], slot: int | None
-    ) -> NaiveTicket:
+    ) -> NaiveFill:
         if tier == "host":
             snapshot.slabs = handles
             snapshot.filling_host = True
@@ -444,48 +444,48 @@ class NaiveIndex:
             if handles:
                 snapshot.tail_pages = handles
         path = snapshot.path
-        ticket = NaiveTicket(tier, snapshot.namespace, path, len(path), snapshot, slot is not None, bool(handles))
-        self.tickets.append(ticket)
-        return ticket
+        fill = NaiveFill(tier, snapshot.namespace, path, len(path), snapshot, slot is not None, bool(handles))
+        self.fills.append(fill)
+        return fill
 
-    def land(self, ticket: NaiveTicket) -> None:
-        self.tickets.remove(ticket)
-        snapshot = ticket.snapshot
+    def land(self, fill: NaiveFill) -> None:
+        self.fills.remove(fill)
+        snapshot = fill.snapshot
         if snapshot is None:
-            if ticket.tier == "device":
-                self.stamp(ticket.namespace, ticket.path)
-        elif ticket.tier == "host":
+            if fill.tier == "device":
+                self.stamp(fill.namespace, fill.path)
+        elif fill.tier == "host":
             snapshot.filling_host = False
             snapshot.host = True
         else:
             snapshot.filling_device = False
-            if ticket.tail:
+            if fill.tail:
                 snapshot.tick = self.tick()
 
-    def too_late(self, ticket: NaiveTicket) -> bool:
+    def too_late(self, fill: NaiveFill) -> bool:
         """Whether something that a block fill's blocks carry was committed or filled below it."""
-        if ticket.snapshot is not None:
+        if fill.snapshot is not None:
             return False
-        for depth in range(ticket.first + 1, len(ticket.path) + 1):
-            path = ticket.path[:depth]
-            own = {ticket.path[:d] for d in range(ticket.first + 1, len(ticket.path) + 1)}
-            for block in self.below(ticket.namespace, path):
-                held = block.pages is not None if ticket.tier == "device" else block.slab is not None
+        for depth in range(fill.first + 1, len(fill.path) + 1):
+            path = fill.path[:depth]
+            own = {fill.path[:d] for d in range(fill.first + 1, len(fill.path) + 1)}
+            for block in self.below(fill.namespace, path):
+                held = block.pages is not None if fill.tier == "device" else block.slab is not None
                 if held and block.path not in own:
                     return True
-            tails = any(s.tail_pages is not None for s in self.anchored(ticket.namespace, path))
-            if ticket.tier == "device" and tails:
+            tails = any(s.tail_pages is not None for s in self.anchored(fill.namespace, path))
+            if fill.tier == "device" and tails:
                 return True
         return False
 
-    def abort(self, ticket: NaiveTicket) -> NaiveFreed:
+    def abort(self, fill: NaiveFill) -> NaiveFreed:
         freed = NaiveFreed()
-        self.tickets.remove(ticket)
-        snapshot = ticket.snapshot
+        self.fills.remove(fill)
+        snapshot = fill.snapshot
         if snapshot is None:
-            for depth in range(len(ticket.path), ticket.first, -1):
-                block = self.blocks[ticket.namespace, ticket.path[:depth]]
-                if ticket.tier == "device":
+            for depth in range(len(fill.path), fill.first, -1):
+                block = self.blocks[fill.namespace, fill.path[:depth]]
+                if fill.tier == "device":
                     assert block.pages is not None
                     freed.pages.append(self.as_pages(block.pages))
                     block.pages = None
@@ -493,17 +493,17 @@ class NaiveIndex:
                     assert block.slab is not None
                     freed.slabs.append(block.slab)
                     block.slab = None
-        elif ticket.tier == "host":
+        elif fill.tier == "host":
             freed.slabs.extend(snapshot.slabs or ())
             snapshot.slabs = None
             snapshot.filling_host = False
         else:
             snapshot.filling_device = False
-            if ticket.slot:
+            if fill.slot:
                 assert snapshot.slot is not None
                 freed.slots.append(snapshot.slot)
                 snapshot.slot = None
-            if ticket.tail:
+            if fill.tail:
                 assert snapshot.tail_pages is not None
                 freed.pages.append(self.as_pages(snapshot.tail_pages))
                 snapshot.tail_pages = None

@@ -58,7 +58,7 @@ class NaiveLease:
 
 
 @dataclass(eq=False)
-class NaiveTicket:
+class NaiveFill:
     tier: str
     namespace: bytes
     path: Path

@@ -12,11 +12,12 @@ import pytest
 
 from follower import Follower
 from naive_index import NaiveIndex
-from naive_records import NaiveFreed, NaiveLease, NaiveSnapshot, NaiveTicket, Pairs, Path, as_bytes
+from naive_records import NaiveFill, NaiveFreed, NaiveLease, NaiveSnapshot, Pairs, Path, as_bytes
 from prefix_index import (
     AbortTooLate,
     CostModel,
     Demand,
+    Fill,
     Freed,
     Lease,
     Match,
@@ -24,7 +25,6 @@ from prefix_index import (
     PrefixIndex,
     SnapshotHandle,
     SnapshotKind,
-    Ticket,
     Tier,
     xxh3_block_hash,
 )
@@ -81,14 +81,14 @@ class World:
             block_hash=HASHES[hashing],
         )
         self.index._scheme.run_bytes = self.one_of([1, 3, 128]) * SIZE * 4
-        # With forced collisions a hash names no block, so nobody can follow from outside.
+        # With forced collisions a hash names no block, so a follower could not tell blocks apart.
         self.follower = Follower() if hashing == "xxh3" else None
         if self.follower is not None:
             self.subscription = self.index.subscribe(self.follower)
         self.model = NaiveIndex(SIZE, lags, snapshots, 1000, image_bytes, cost)
         self.pools = len(lags)
         self.lanes: list[Lane] = []
-        self.tickets: list[tuple[Ticket, NaiveTicket]] = []
+        self.fills: list[tuple[Fill, NaiveFill]] = []
         self.known: dict[NaiveSnapshot, SnapshotHandle] = {}
         self.prompts: list[tuple[bytes, list[int], Pairs]] = []
         self.handle = 0
@@ -346,7 +346,7 @@ class World:
 
     def clear(self) -> None:
         namespace = self.one_of([None, b"", b"tenant"])
-        if any(namespace in (None, held.namespace) for held in (*self.model.leases, *self.model.tickets)):
+        if any(namespace in (None, held.namespace) for held in (*self.model.leases, *self.model.fills)):
             return
         freed = self.index.clear(namespace)
         expected = NaiveFreed()
@@ -377,9 +377,9 @@ class World:
         count = missing if self.chance(2) else 1 + self.pick(missing)
         handles = self.page_sets(count) if tier == "device" else [(handle,) for handle in self.handles(count)]
         given = self.as_given(handles) if tier == "device" else [handle[0] for handle in handles]
-        ticket = self.index.begin_fill(lane.lease, TIERS[tier], given)
-        assert ticket.blocks == (there, there + count)
-        self.tickets.append((ticket, self.model.begin_blocks(lane.model, tier, handles)))
+        fill = self.index.begin_fill(lane.lease, TIERS[tier], given)
+        assert fill.blocks == (there, there + count)
+        self.fills.append((fill, self.model.begin_blocks(lane.model, tier, handles)))
 
     def fill_snapshot(self) -> None:
         if not self.model.snapshots:
@@ -403,26 +403,26 @@ class World:
                 slot = self.handles(1)[0]
             if not handles and slot is None:
                 return
-        ticket = self.index.begin_fill(self.known[snapshot], TIERS[tier], handles, slot=slot)
-        self.tickets.append((ticket, self.model.begin_snapshot(snapshot, tier, handles, slot)))
+        fill = self.index.begin_fill(self.known[snapshot], TIERS[tier], handles, slot=slot)
+        self.fills.append((fill, self.model.begin_snapshot(snapshot, tier, handles, slot)))
 
     def land(self) -> None:
-        if self.tickets:
-            ticket, model = self.one_of(self.tickets)
-            self.index.land(ticket)
+        if self.fills:
+            fill, model = self.one_of(self.fills)
+            self.index.land(fill)
             self.model.land(model)
-            self.tickets.remove((ticket, model))
+            self.fills.remove((fill, model))
 
     def abort(self) -> None:
-        if not self.tickets:
+        if not self.fills:
             return
-        ticket, model = self.one_of(self.tickets)
+        fill, model = self.one_of(self.fills)
         if self.model.too_late(model):
             with pytest.raises(AbortTooLate):
-                self.index.abort(ticket)
+                self.index.abort(fill)
         else:
-            self.same(self.index.abort(ticket), self.model.abort(model))
-            self.tickets.remove((ticket, model))
+            self.same(self.index.abort(fill), self.model.abort(model))
+            self.fills.remove((fill, model))
 
     # ------------------------------------------------------------------ after every step
 
@@ -447,14 +447,14 @@ class World:
 
     def in_flight(self, tier: str) -> int:
         """Blocks whose copy is on its way to `tier`."""
-        tickets = [model for _, model in self.tickets if model.tier == tier and model.snapshot is None]
-        return sum(len(ticket.path) - ticket.first for ticket in tickets)
+        fills = [model for _, model in self.fills if model.tier == tier and model.snapshot is None]
+        return sum(len(fill.path) - fill.first for fill in fills)
 
     def settle(self) -> None:
         """End every lane and land every fill."""
-        for ticket, model in self.tickets:
-            self.index.land(ticket)
+        for fill, model in self.fills:
+            self.index.land(fill)
             self.model.land(model)
-        self.tickets = []
+        self.fills = []
         while self.lanes:
             self.finish()

@@ -63,11 +63,11 @@ def test_item_5_backed_leaves_go_before_unbacked_ones_and_leave_a_host_copy() ->
     assert match.best is not None
     assert (match.device_blocks, match.host_blocks, match.best.restore_bytes) == (0, 2, 2 * MIB)
     lease = rig.lease(backed)
-    ticket = rig.index.begin_fill(lease, Tier.DEVICE, rig.take(1))
+    fill = rig.index.begin_fill(lease, Tier.DEVICE, rig.take(1))
     again = rig.index.match(rig.index.prepare([*backed, 7])).best
     assert again is not None
     assert (again.filling, again.restore_bytes) == (1, MIB)
-    rig.index.land(ticket)
+    rig.index.land(fill)
     rig.index.release(lease)
     assert len(rig.checked(rig.index.evict_device(9)).slots) == 1
 
@@ -109,7 +109,7 @@ def test_item_8_a_shared_boundary_is_protected_and_a_hit_retains_a_superseded_sn
     one, two = [*system, *rig.tokens(("x", 64))], [*system, *rig.tokens(("y", 64))]
     boundary = rig.turn(system, (128, BOUNDARY))[0]
     first = rig.turn(one, (192, ENDPOINT), resume=128)[0]
-    assert rig.index.value(boundary) == -math.inf, "nobody else has gone on from it yet"
+    assert rig.index.value(boundary) == -math.inf, "no other conversation has gone on from it yet"
     rig.turn(two, (192, ENDPOINT), resume=128)
     assert rig.index.value(boundary) > 0, "its hit retained it, and now it is shared"
     longer = [*one, *rig.tokens(("z", 64))]
@@ -224,8 +224,8 @@ def test_item_14_a_tail_fills_is_aborted_completes_and_is_evicted() -> None:
     snapshot = rig.turn(tokens, (100, ENDPOINT), host=True)[0]
     assert len(rig.index.evict_device(1).pages) == 1  # the tail is the leaf
     page = rig.take(1)
-    ticket = rig.index.begin_fill(snapshot, Tier.DEVICE, page)
-    assert list(rig.checked(rig.index.abort(ticket)).pages) == page
+    fill = rig.index.begin_fill(snapshot, Tier.DEVICE, page)
+    assert list(rig.checked(rig.index.abort(fill)).pages) == page
     page = rig.take(1)
     rig.index.land(rig.index.begin_fill(snapshot, Tier.DEVICE, page))
     match = rig.index.match(rig.index.prepare([*tokens, 7]))
@@ -260,7 +260,7 @@ def test_values_of_siblings_and_of_nested_snapshots() -> None:
     # Alone: 320 tokens saved, 5 blocks of its own.
     assert rig.index.value(left) == pytest.approx(320e-4 / (9 * MIB), rel=1e-12)
     right = rig.turn(two, (384, ENDPOINT))[0]
-    # The base is nobody's alone now.
+    # No snapshot is alone on the base now.
     assert rig.index.value(left) == pytest.approx(320e-4 / (5 * MIB), rel=1e-12)
     assert rig.index.value(right) == pytest.approx(384e-4 / (6 * MIB), rel=1e-12)
     top = rig.turn(base, (256, BOUNDARY))[0]

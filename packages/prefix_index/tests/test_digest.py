@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from index_driver import Driver, make, raw
 from paired_world import World
 from prefix_index import SnapshotKind, Tier
-from prefix_index.digest import digest_of
+from prefix_index.views.digest import digest_of
 
 Path = tuple[object, ...]
 
@@ -77,7 +77,7 @@ def test_edge_boundaries_do_not_show() -> None:
 
 
 def test_ticks_show_only_as_an_order() -> None:
-    """A twin that went through more releases before, in the same final order, has the same digest."""
+    """An index that went through more releases before, in the same final order, has the same digest."""
 
     def released(order: str) -> str:
         index = make(snapshots=False)
@@ -96,7 +96,7 @@ def test_ticks_show_only_as_an_order() -> None:
 
 def test_handles_of_another_library_show_as_the_numbers_they_are() -> None:
     class Number(int):
-        """An int to whoever asks for one, but none by its type."""
+        """An int where one is asked for, but none by its type."""
 
     class Foreign:
         def __init__(self, number: int) -> None:
@@ -127,8 +127,8 @@ def test_failing_calls_leave_the_digest_alone() -> None:
     index.extend(lease, range(4, 12), driver.pages(2))
     gone = index.acquire(index.match(index.prepare(range(3))))
     index.cancel(gone)
-    ticket = index.begin_fill(snapshot, Tier.HOST, driver.pages(3))
-    index.land(ticket)
+    fill = index.begin_fill(snapshot, Tier.HOST, driver.pages(3))
+    index.land(fill)
     before = index.digest()
     kind = SnapshotKind.TAP
     calls = [
@@ -152,8 +152,8 @@ def test_failing_calls_leave_the_digest_alone() -> None:
         lambda: index.cancel(lease),
         lambda: index.release(gone),
         lambda: index.activate(gone),
-        lambda: index.land(ticket),
-        lambda: index.abort(ticket),
+        lambda: index.land(fill),
+        lambda: index.abort(fill),
         lambda: index.begin_fill(lease, Tier.DEVICE, [1]),
         lambda: index.begin_fill(lease, Tier.HOST, []),
         lambda: index.begin_fill(lease, "device", [1]),  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def test_failing_calls_leave_the_digest_alone() -> None:
         lambda: index.claim_slot(math.nan),
         lambda: index.clear("tenant"),  # type: ignore[arg-type]
         lambda: index.clear(),
-        lambda: index.restore(index.export()),
+        lambda: index.import_tables(index.export()),
     ]
     refused = 0
     for call in calls:

@@ -29,13 +29,13 @@ def test_a_fill_is_resident_only_once_it_landed() -> None:
     assert match.best is not None
     assert match.best.restore_bytes == 4 << 20
     lease = index.acquire(match, match.best)
-    ticket = index.begin_fill(lease, Tier.DEVICE, driver.pages(3))
+    fill = index.begin_fill(lease, Tier.DEVICE, driver.pages(3))
     match = index.match(prompt)
     assert match.filling == ((0, 3),)
     assert [c.filling for c in match.candidates] == [3, 3, 2, 1]
     assert match.reason is Reason.FILLING
     assert not index.evict_device(9)
-    index.land(ticket)
+    index.land(fill)
     assert [c.filling for c in index.match(prompt).candidates] == [0, 0, 0, 0]
     index.release(lease)
     index.check_invariants()
@@ -49,12 +49,12 @@ def test_an_aborted_restore_leaves_the_digest_of_before() -> None:
     match = index.match(index.prepare(range(17)))
     lease = index.acquire(match, match.best)
     pages = driver.pages(4)
-    ticket = index.begin_fill(lease, Tier.DEVICE, pages)
-    assert list(index.abort(ticket).pages) == pages[::-1]
+    fill = index.begin_fill(lease, Tier.DEVICE, pages)
+    assert list(index.abort(fill).pages) == pages[::-1]
     index.cancel(lease)
     assert index.digest() == before
     with pytest.raises(StaleHandle, match="land"):
-        index.land(ticket)
+        index.land(fill)
 
 
 def test_a_fill_cannot_be_undone_under_a_branch_that_another_lane_committed() -> None:
@@ -63,16 +63,16 @@ def test_a_fill_cannot_be_undone_under_a_branch_that_another_lane_committed() ->
     on_the_host_only(index, driver, list(range(16)))
     match = index.match(index.prepare(range(17)))
     first = index.acquire(match, match.best)
-    ticket = index.begin_fill(first, Tier.DEVICE, driver.pages(4))
+    fill = index.begin_fill(first, Tier.DEVICE, driver.pages(4))
     match = index.match(index.prepare([*range(8), 90, 91, 92, 93, 0]))
     second = index.acquire(match, match.best)
     assert second.depth == 2
     index.extend(second, [90, 91, 92, 93], driver.pages(1))
     before = index.digest()
     with pytest.raises(AbortTooLate, match="abort"):
-        index.abort(ticket)
+        index.abort(fill)
     assert index.digest() == before
-    index.land(ticket)
+    index.land(fill)
     index.release(first)
     index.release(second)
     index.check_invariants()
@@ -93,8 +93,8 @@ def test_fills_of_what_is_there_already_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="a slot goes with a snapshot"):
         index.begin_fill(lease, Tier.DEVICE, [1], slot=3)
     assert index.digest() == before
-    ticket = index.begin_fill(done.snapshot, Tier.HOST, driver.pages(33))  # type: ignore[attr-defined]
+    fill = index.begin_fill(done.snapshot, Tier.HOST, driver.pages(33))  # type: ignore[attr-defined]
     with pytest.raises(WrongState, match="one fill of a snapshot at a time"):
         index.begin_fill(done.snapshot, Tier.HOST, driver.pages(33))  # type: ignore[attr-defined]
-    index.land(ticket)
+    index.land(fill)
     index.check_invariants()

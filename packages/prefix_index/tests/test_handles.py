@@ -54,9 +54,9 @@ def test_fills_count_from_the_moment_they_begin() -> None:
     for _ in range(2):
         assert index.handles(lease, Tier.HOST, 0, 2) == (100, 101)
         assert index.copies(snapshot) == SnapshotCopies(7, (30,), (102, 103, 104))
-        for ticket in (blocks, image):
-            if ticket.open:
-                index.land(ticket)
+        for fill in (blocks, image):
+            if fill.open:
+                index.land(fill)
 
 
 def test_the_copies_of_a_snapshot_that_is_gone() -> None:

@@ -267,8 +267,8 @@ def test_the_epoch_moves_when_something_is_lost_or_cut_and_only_then() -> None:
     index.activate(lease)
     index.extend(lease, range(8, 16), driver.pages(2))
     index.publish(lease, 16, slot=77)
-    ticket = index.begin_fill(lease, Tier.HOST, driver.pages(4))
-    index.land(ticket)
+    fill = index.begin_fill(lease, Tier.HOST, driver.pages(4))
+    index.land(fill)
     index.release(lease)
     assert index.epoch == epoch, "insert, publication, landing and pins renumber nothing"
     index.begin_fill(done.snapshot, Tier.HOST, driver.pages(1))  # type: ignore[attr-defined]
@@ -294,7 +294,7 @@ def test_decoded_blocks_grow_a_leaf_edge_in_place() -> None:
     assert index.acquire(match, match.best).pages == (tuple(range(200)),)
 
 
-def test_a_leaf_grows_under_whoever_stands_inside_it() -> None:
+def test_a_leaf_grows_under_whatever_stands_inside_it() -> None:
     """Snapshots and other leases on a path cut nothing: only a branch does."""
     index = make()
     first = index.acquire(index.match(index.prepare(range(3))))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from index_driver import Driver, make, raw
 from paired_world import World
-from prefix_index import Lease, SnapshotHandle, StaleHandle, Tier
-from prefix_index.nodes import Edge, Hold, Root, Snapshot
+from prefix_index import Lease, Match, SnapshotHandle, SnapshotKind, StaleHandle, Tier
+from prefix_index.tree.records import Edge, Hold, Root, Snapshot
 
 KINDS = (Edge, Root, Snapshot, Hold)
 
@@ -22,7 +23,7 @@ def living() -> Counter[str]:
 
 def lineage(lease: Lease) -> list[Snapshot]:
     """The snapshots an open lease still remembers; lost ones go with it."""
-    return [s for s in (lease._resumed, lease._tap, *lease._chain) if s is not None]
+    return [s for s in (lease._resumed, lease._last_tap, *lease._lineage) if s is not None]
 
 
 def compare(world: World, before: Counter[str], where: str) -> None:
@@ -54,6 +55,27 @@ def test_with_the_collector_off_every_removed_object_dies() -> None:
             world.index.clear()
             assert living() - before == Counter(), f"seed {seed}"
             del world
+    finally:
+        gc.enable()
+
+
+def test_a_match_that_was_read_keeps_nothing_alive() -> None:
+    """Its candidates, read in part or in full, are no cycle."""
+    reads: list[Callable[[Match], object]] = [lambda match: match.best, lambda match: match.candidates]
+    gc.collect()
+    gc.disable()
+    try:
+        for read in reads:
+            before = living()
+            index = make()
+            driver = Driver(index)
+            for size in (4, 8):
+                driver.run(list(range(size)), size, kind=SnapshotKind.BOUNDARY)
+            match = index.match(index.prepare(range(9)), exclude=[(1, 3)])
+            assert read(match)
+            index.clear()
+            del match
+            assert living() - before == Counter()
     finally:
         gc.enable()
 

@@ -60,10 +60,25 @@ def test_a_match_does_not_change_with_the_index() -> None:
     index = make()
     driver = Driver(index)
     driver.run(list(range(8)), 8)
-    match = index.match(index.prepare(range(30)))
+    prompt = index.prepare(range(30))
+    match, unread = index.match(prompt), index.match(prompt)
     before = (match.matched_tokens, list(match.candidates))
     driver.run(list(range(20)), 18)
-    assert (match.matched_tokens, list(match.candidates)) == before
+    for frozen in (match, unread):
+        assert (frozen.matched_tokens, list(frozen.candidates)) == before
+
+
+def test_candidates_are_worked_out_once() -> None:
+    index = make()
+    driver = Driver(index)
+    driver.run(list(range(4)), 4, kind=SnapshotKind.BOUNDARY)
+    driver.run(list(range(8)), 8)
+    for excluded in ([], [(5, 9)]):
+        match = index.match(index.prepare(range(9)), exclude=excluded)
+        assert match.best is match.best
+        assert match.candidates is match.candidates
+        assert match.candidates[0] is match.best
+        assert [c.frontier for c in match.candidates] == ([4] if excluded else [8, 4])
 
 
 def test_match_changes_nothing() -> None:
@@ -199,11 +214,11 @@ def test_a_match_goes_on_saying_what_it_saw() -> None:
     ]
     seen = set()
     for change in changes:
-        match = index.match(prompt)
+        match, unread = index.match(prompt), index.match(prompt)
         before = said(match)
         change()
         index.check_invariants()
-        assert said(match) == before
+        assert said(match) == said(unread) == before
         seen.add(str(said(index.match(prompt))))
     assert len(seen) == 9, "most changes must show in a new match"
 
@@ -213,10 +228,11 @@ def test_a_match_goes_on_saying_what_it_saw_when_the_path_itself_goes() -> None:
     driver = Driver(index)
     for size in (4, 8, 12):
         driver.run(list(range(size)), size)
-    match = index.match(index.prepare(range(13)))
+    prompt = index.prepare(range(13))
+    match, unread = index.match(prompt), index.match(prompt)
     before = said(match)
     index.evict_device(2)
-    assert said(match) == before != said(index.match(match.prompt))
+    assert said(match) == said(unread) == before != said(index.match(prompt))
 
 
 def test_the_reason_is_about_what_lies_below_the_best_candidate() -> None:

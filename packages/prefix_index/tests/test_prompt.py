@@ -71,7 +71,7 @@ def test_bad_prompts_are_refused() -> None:
 
 @pytest.mark.parametrize("namespace", [0, 3, "tenant", None])
 def test_a_namespace_that_is_no_bytes_is_refused_where_it_is_named(namespace: object) -> None:
-    """A number would be as many zeros: 0 the namespace of all who name none."""
+    """A number would be as many zeros: 0 the namespace of all prompts that name none."""
     uses = [lambda name: INDEX.prepare(TOKENS, name), INDEX.holds, *([INDEX.clear] if namespace is not None else [])]
     for use in uses:
         with pytest.raises(InvalidArgument, match="a namespace must be bytes, got"):

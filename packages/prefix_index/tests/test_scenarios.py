@@ -136,7 +136,7 @@ def test_22_pressure_demotes_what_the_host_holds_and_never_prunes_it() -> None:
 
 
 def test_24_slot_exhaustion_is_an_answer_not_an_error() -> None:
-    """With every owner pinned a claim finds nobody; the caller skips the snapshot and goes on."""
+    """With every owner pinned a claim finds no victim; the caller skips the snapshot and goes on."""
     rig = Rig()
     leases = []
     for stem in "abcd":
@@ -215,10 +215,10 @@ def test_39_a_restore_reuses_or_refuses() -> None:
     tokens = rig.tokens(("a", 320))
     rig.turn(tokens, (320, ENDPOINT), host=True)
     other = Rig()
-    other.index.restore(rig.index.export())
+    other.index.import_tables(rig.index.export())
     assert other.frontiers(tokens) == [320]
     with pytest.raises(Exception, match="must be empty"):
-        other.index.restore(rig.index.export())
+        other.index.import_tables(rig.index.export())
 
 
 def test_43_only_skipped_tokens_are_counted() -> None:

@@ -79,7 +79,7 @@ def run_seed(seed: int, steps: int, *, snapshots: bool) -> None:
 
 
 def test_values_come_out_the_same_however_many_changes_they_were_put_off_for() -> None:
-    """Values are derived when somebody needs them: here after up to twenty operations, not after each."""
+    """Values are derived on demand: here after up to twenty operations, not after each."""
     for seed in range(2000, 2000 + 2 * SEEDS):
         rng = random.Random(seed)
         world = World(rng.randrange)
@@ -93,9 +93,9 @@ def test_values_come_out_the_same_however_many_changes_they_were_put_off_for() -
                 raise
 
 
-def test_an_exported_index_restores_to_what_it_was() -> None:
-    """Whatever the history: the tables of the restored index are the tables it was made from."""
-    restored = 0
+def test_an_exported_index_is_imported_as_what_it_was() -> None:
+    """Whatever the history: the tables of the importing index are the tables it was made from."""
+    imported = 0
     for seed in range(1000, 1000 + SEEDS):
         rng = random.Random(seed)
         world = World(rng.randrange)
@@ -105,15 +105,15 @@ def test_an_exported_index_restores_to_what_it_was() -> None:
         tables = world.index.export()
         other_world = World(random.Random(seed).randrange)
         other = other_world.index
-        other.restore(tables)
+        other.import_tables(tables)
         other.check_invariants()
         assert other.export() == tables, f"seed {seed}"
         if other_world.follower is not None:  # with forced collisions a hash names no block
             late = Follower()
             late.catch_up(other.state_events())
             assert len(late.snapshots) == len(tables.snapshots), f"seed {seed}"
-        restored += len(tables.snapshots)
-    assert restored > SEEDS
+        imported += len(tables.snapshots)
+    assert imported > SEEDS
 
 
 @pytest.mark.parametrize("part", range(4))

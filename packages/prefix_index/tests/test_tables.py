@@ -1,4 +1,4 @@
-"""Export, the restore plan, restore: numbers by hand, and every field a file could get wrong."""
+"""Export, the restore plan, import: numbers by hand, and every field a file could get wrong."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def test_export_writes_shared_blocks_once_and_parents_first() -> None:
     assert len(set(tables.slabs)) == 12
 
 
-def test_a_restored_snapshot_is_host_only_and_matches() -> None:
+def test_an_imported_snapshot_is_host_only_and_matches() -> None:
     tables = hosted([(A, 8), (B, 9)]).export()
     index = make(image_slabs=IMAGE_SLABS, image_bytes=5, block_bytes=7)
-    index.restore(tables.with_slabs(range(500, 512)))
+    index.import_tables(tables.with_slabs(range(500, 512)))
     index.check_invariants()
     best = index.match(index.prepare([*B, 0])).best
     assert best is not None
@@ -95,14 +95,14 @@ def test_what_is_superseded_dead_or_only_on_the_device_is_not_exported() -> None
     assert index.export().snapshots == ()
 
 
-def test_a_restore_keeps_hits_and_the_order_of_use() -> None:
+def test_an_import_keeps_hits_and_the_order_of_use() -> None:
     index = hosted([(A, 8), (B, 9)])
     match = index.match(index.prepare([*A, 0]))
     index.release(index.acquire(match, match.best))
     tables = index.export()
     assert [(row.frontier, row.hits) for row in tables.snapshots] == [(9, 0), (8, 1)]
     other = make(image_slabs=IMAGE_SLABS)
-    other.restore(tables)
+    other.import_tables(tables)
     assert [(row.frontier, row.hits) for row in other.export().snapshots] == [(9, 0), (8, 1)]
     blocks = other.dump()["namespaces"][0]["blocks"]  # type: ignore[index]
     assert [(block["depth"], block["recency"]) for block in blocks] == [(0, 1), (1, 1), (1, 0)]
@@ -113,10 +113,10 @@ def test_export_waits_for_fills_to_land() -> None:
     driver = Driver(index)
     lease = index.acquire(index.match(index.prepare(range(9))))
     index.extend(lease, range(8), driver.pages(2))
-    ticket = index.begin_fill(lease, Tier.HOST, driver.pages(2))
+    fill = index.begin_fill(lease, Tier.HOST, driver.pages(2))
     with pytest.raises(WrongState, match="must have landed"):
         index.export()
-    index.land(ticket)
+    index.land(fill)
     assert index.export().blocks == ()
 
 
@@ -164,13 +164,13 @@ def test_hits_decide() -> None:
     assert kept(both, 14) == ([16, 17], 14)  # y shares two blocks with x
 
 
-def test_a_plan_keeps_rows_that_restore() -> None:
+def test_a_plan_keeps_rows_that_can_be_imported() -> None:
     tables = three()
     plan = plan_host_restore(tables, 18, cost=COST, block_bytes=1 << 20, image_bytes=4 << 20)
     small = tables.keep(plan)
     assert small.num_slabs == plan.num_slabs == 18
     index = make(image_slabs=IMAGE_SLABS)
-    index.restore(small.with_slabs(range(18)))
+    index.import_tables(small.with_slabs(range(18)))
     index.check_invariants()
     assert index.export().num_slabs == 18
 
@@ -202,7 +202,7 @@ def broken(tables: HostTables) -> dict[str, HostTables]:
         "slab twice": block(1, slab=blocks[0].slab),
         "negative slab": block(1, slab=-4),
         "doubled block": replace(tables, blocks=(*blocks, blocks[2])),
-        "block nobody needs": replace(tables, snapshots=snapshots[:1]),
+        "block no snapshot needs": replace(tables, snapshots=snapshots[:1]),
         "anchor": snapshot(0, anchor=0),
         "anchor out of range": snapshot(0, anchor=99),
         "frontier": snapshot(0, frontier=9),
@@ -262,18 +262,18 @@ def test_tables_with_one_thing_wrong_are_refused_and_change_nothing() -> None:
     refused = {}
     for name, wrong in broken(tables).items():
         try:
-            index.restore(wrong)
+            index.import_tables(wrong)
         except InvalidArgument as error:
             refused[name] = str(error)
         assert index.digest() == before, name
     assert sorted(refused) == sorted(broken(tables))
     assert all(" must " in message for message in refused.values())
-    index.restore(tables)
+    index.import_tables(tables)
 
 
-def test_restore_fills_an_empty_index_only() -> None:
+def test_import_fills_an_empty_index_only() -> None:
     index = hosted([(A, 8)])
     with pytest.raises(WrongState, match="must be empty, got 2 blocks"):
-        index.restore(index.export())
+        index.import_tables(index.export())
     with pytest.raises(InvalidArgument, match="6 slabs are needed, got 1"):
         index.export().with_slabs([1])

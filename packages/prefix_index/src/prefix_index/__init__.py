@@ -1,9 +1,5 @@
 """An exact, path-compressed prefix index for engines whose state cannot be rolled back."""
 
-from prefix_index.capacity import ROOT, Demand, PoolState, Quote, Readiness, plan_admission
-from prefix_index.choice import rank_candidates, resume_seconds
-from prefix_index.coalesce import Sibling, Wait, common_prefix, plan_coalescing
-from prefix_index.cost import CostModel
 from prefix_index.errors import (
     AbortTooLate,
     ForeignHandle,
@@ -24,16 +20,28 @@ from prefix_index.events import (
     SnapshotPublished,
     Subscription,
 )
-from prefix_index.fills import Ticket
 from prefix_index.index import PrefixIndex
-from prefix_index.lease import Lease
-from prefix_index.match import Candidate, Candidates, Match, SnapshotHandle
+from prefix_index.leases.commit import Publication
+from prefix_index.leases.fills import Fill
+from prefix_index.leases.lease import Lease
+from prefix_index.match import Candidate, Match, Reason, SnapshotHandle
+from prefix_index.planning.admission import (
+    ROOT,
+    Demand,
+    PoolState,
+    Quote,
+    Readiness,
+    plan_admission,
+    rank_candidates,
+    resume_seconds,
+)
+from prefix_index.planning.coalescing import Sibling, Wait, common_prefix, plan_coalescing
+from prefix_index.planning.cost import CostModel
+from prefix_index.planning.taps import Tap, TapHints, TapLimits, TapSource, plan_taps
 from prefix_index.prompt import Prompt, xxh3_block_hash
-from prefix_index.publish import Publication
-from prefix_index.stats import Stats
-from prefix_index.tables import BlockRow, HostRestorePlan, HostTables, SnapshotRow, plan_host_restore
-from prefix_index.taps import Tap, TapHints, TapLimits, TapSource, plan_taps
-from prefix_index.values import Extension, Freed, Pool, Reason, SnapshotCopies, SnapshotKind, Tier
+from prefix_index.types import Extension, Freed, Pool, SnapshotCopies, SnapshotKind, Tier
+from prefix_index.views.stats import Stats
+from prefix_index.views.tables import BlockRow, HostRestorePlan, HostTables, SnapshotRow, plan_host_restore
 
 __all__ = [
     "ROOT",
@@ -42,12 +50,12 @@ __all__ = [
     "BlockRow",
     "BlockStored",
     "Candidate",
-    "Candidates",
     "Cleared",
     "CostModel",
     "Demand",
     "Event",
     "Extension",
+    "Fill",
     "ForeignHandle",
     "Freed",
     "HostRestorePlan",
@@ -80,7 +88,6 @@ __all__ = [
     "TapHints",
     "TapLimits",
     "TapSource",
-    "Ticket",
     "Tier",
     "Wait",
     "WrongState",

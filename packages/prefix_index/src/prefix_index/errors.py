@@ -1,16 +1,16 @@
-"""What the index refuses, and why.
+"""The errors of this package.
 
 PrefixIndexError
 ├── InvalidArgument (ValueError)    a value out of its range or of the wrong length
 ├── StaleMatch                      the index lost or renumbered something since the match: match again
 ├── StaleHandle                     the thing behind the handle is gone
 ├── ForeignHandle                   the handle belongs to another index
-├── WrongState                      the call is right, but not now (released lease, unpinned path, landed ticket)
+├── WrongState                      the call is right, but not now (released lease, unpinned path, landed fill)
 │   └── AbortTooLate                something was committed or filled below the fill since it began
 ├── WrongThread                     a second thread tried to change the index
 └── InvariantViolation              `check_invariants` found the index inconsistent: a bug of this package
 
-Every message says the operation, the constraint and the value. A call that raises has changed nothing.
+Every message names the operation, the constraint and the value. A call that raises has changed nothing.
 """
 
 
@@ -27,7 +27,7 @@ class StaleMatch(PrefixIndexError):
 
 
 class StaleHandle(PrefixIndexError):
-    """The snapshot, lease or ticket behind a handle no longer exists."""
+    """The snapshot, lease or fill behind a handle no longer exists."""
 
 
 class ForeignHandle(PrefixIndexError):

@@ -1,4 +1,4 @@
-"""The walk of a look-up. Reads the tree, changes nothing, and notes where the answer finds what it may be asked for."""
+"""Looking up a prompt: the walk over the tree, which changes nothing and notes what the answer may be asked for."""
 
 from __future__ import annotations
 
@@ -7,96 +7,119 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, index
 
 from prefix_index.errors import InvalidArgument
-from prefix_index.fills import Ticket, held
-from prefix_index.match import Match, Span
-from prefix_index.nodes import Edge, Root, Snapshot
+from prefix_index.match import Match, Owner, Seen
 from prefix_index.prompt import BlockScheme, Prompt
-from prefix_index.runs import agreement
-from prefix_index.tree import common_extras
-from prefix_index.values import Tier
+from prefix_index.tree.records import Edge, Hold, Snapshot, held
+from prefix_index.tree.tokens import agreement, common_extras
+from prefix_index.tree.tree import Tree
+from prefix_index.types import Span, Tier
 
-_at: Callable[[Snapshot], int] = attrgetter("at")
+_depth: Callable[[Snapshot], int] = attrgetter("depth")
 
 
-def find(root: Root | None, match: Match) -> None:
-    """Fill `match` with what lies below `root`. O(edges), one `startswith` for each piece of their tokens."""
-    prompt = match._prompt
-    path: list[Edge] = []
-    seen: list[tuple[list[Snapshot], bytearray, int]] = []
-    match._path = path
-    match._seen = seen
-    match._filling = ()
-    match._matched_blocks = match._device_blocks = match._host_blocks = match._lost = 0
-    if root is None or prompt._num_tokens < 2:
-        return
-    startswith = prompt._tokens.startswith
-    extras = prompt._block_extras
-    scheme = prompt._scheme
-    width = scheme.block_bytes
-    depth = 0
-    node: Edge = root
-    while True:
-        snaps = node.snaps
-        if snaps:
-            seen.append((snaps, node.wheres, len(snaps) if depth >= node.end else bisect_right(snaps, depth, key=_at)))
-        edge = node.first
-        if edge is None or depth < node.end:
-            break
-        position = depth * width
-        alike = startswith(edge.head, position) and (edge.extras is extras or _extras_agree(edge, extras))
-        if not alike and edge.next is not None:  # not the first child: the block's hash says which
-            hashes = prompt._hashes
-            if depth >= len(hashes):
+class Lookup:
+    """Makes matches."""
+
+    __slots__ = ("_owner", "_tree")
+
+    def __init__(self, tree: Tree, owner: Owner) -> None:
+        self._tree = tree
+        self._owner = owner
+
+    def match(self, prompt: Prompt, exclude: Sequence[Span], filling: Iterable[tuple[int, Hold]]) -> Match:
+        """What is cached of `prompt`. O(edges), one `startswith` for each piece of their tokens.
+
+        `filling` has the first block and the hold of every fill of blocks to the device that is in flight.
+        """
+        tree = self._tree
+        scheme = tree.scheme
+        if prompt._scheme is not scheme and prompt._scheme != scheme:
+            raise InvalidArgument(f"match: the prompt must be prepared with this block size and hash, got {prompt!r}")
+        path: list[Edge] = []
+        seen: Seen = []
+        match = Match.__new__(Match)
+        match._owner = self._owner
+        match._epoch = tree.epoch
+        match._prompt = prompt
+        match._exclude = _checked(exclude) if exclude else ()
+        match._path = path
+        match._seen = seen
+        match._filling = ()
+        match._matched_blocks = match._device_blocks = match._host_blocks = match._lost_depth = 0
+        match._first = match._candidates = match._shared = None
+        root = tree.roots.get(prompt._namespace)
+        if root is None or prompt._num_tokens < 2:
+            return match
+        startswith = prompt._tokens.startswith
+        extras = prompt._block_extras
+        width = scheme.block_bytes
+        depth = 0
+        node: Edge = root
+        while True:
+            snapshots = node.snapshots
+            if snapshots:
+                count = len(snapshots) if depth >= node.end else bisect_right(snapshots, depth, key=_depth)
+                seen.append((snapshots, node.statuses, count))
+            edge = node.first_child
+            if edge is None or depth < node.end:
                 break
-            edge = node.branch.get(hashes[depth])  # type: ignore[union-attr]
-            if edge is None:
-                break
+            position = depth * width
             alike = startswith(edge.head, position) and (edge.extras is extras or _extras_agree(edge, extras))
-        if alike and edge.pieces is not None:
-            runs, starts, _ = edge.pieces
-            alike = all(map(startswith, runs, starts))
-        if alike:
-            depth = edge.end
-        else:
-            edge, same = _longest_twin(edge, prompt, scheme)
-            if not same:
+            if not alike and edge.next_sibling is not None:  # not the first child: the block's hash says which
+                hashes = prompt._hashes
+                if depth >= len(hashes):
+                    break
+                edge = node.branch.get(hashes[depth])  # type: ignore[union-attr]
+                if edge is None:
+                    break
+                alike = startswith(edge.head, position) and (edge.extras is extras or _extras_agree(edge, extras))
+            if alike and edge.pieces is not None:
+                runs, starts, _ = edge.pieces
+                alike = all(map(startswith, runs, starts))
+            if alike:
+                depth = edge.end
+            else:
+                edge, same = _longest_collision(edge, prompt, scheme)
+                if not same:
+                    break
+                depth += same
+            path.append(edge)
+            node = edge
+        blocks = (prompt._num_tokens - 1) // scheme.block_tokens  # the last token is always computed
+        if depth < blocks:
+            blocks = depth
+        match._matched_blocks = blocks
+        edge = node
+        while not edge.device_blocks and edge.parent is not None:
+            edge = edge.parent
+        end = edge.start + edge.device_blocks
+        match._device_blocks = end if end < blocks else blocks
+        if root.host_children:
+            match._host_blocks = min(held(node, Tier.HOST), blocks)
+        for edge in reversed(path):
+            lost = edge.lost_depths
+            if lost is not None and lost[0] <= blocks:
+                match._lost_depth = lost[bisect_right(lost, blocks) - 1]
                 break
-            depth += same
-        path.append(edge)
-        node = edge
-    blocks = (prompt._num_tokens - 1) // scheme.block_tokens  # the last token is always computed
-    if depth < blocks:
-        blocks = depth
-    match._matched_blocks = blocks
-    edge = node
-    while not edge.dev and edge.parent is not None:
-        edge = edge.parent
-    end = edge.start + edge.dev
-    match._device_blocks = end if end < blocks else blocks
-    if root.hbelow:
-        match._host_blocks = min(held(node, Tier.HOST), blocks)
-    for edge in reversed(path):
-        if edge.lost is not None and edge.lost[0] <= blocks:
-            match._lost = edge.lost[bisect_right(edge.lost, blocks) - 1]
-            break
+        if filling:
+            match._filling = _filling_on_path(path, blocks, filling)
+        return match
 
 
-def note_filling(match: Match, tickets: Iterable[Ticket]) -> None:
-    """Record which matched blocks are still on their way to the device. O(edges) per fill in flight."""
-    on_path = set(map(id, match._path))
-    blocks = match._matched_blocks
+def _filling_on_path(path: list[Edge], blocks: int, filling: Iterable[tuple[int, Hold]]) -> tuple[Span, ...]:
+    """Which matched blocks are still on their way to the device. O(edges) per fill in flight."""
+    on_path = set(map(id, path))
     found = []
-    for ticket in tickets:
-        if ticket._tier is Tier.DEVICE and ticket._snapshot is None:
-            at = ticket._hold.edge
-            end = ticket._hold.depth
-            while at is not None and id(at) not in on_path:
-                at = at.parent
-                end = at.end if at is not None else 0
-            end = min(end, blocks)
-            if ticket._first < end:
-                found.append((ticket._first, end))
-    match._filling = tuple(sorted(found))
+    for first, hold in filling:
+        edge = hold.edge
+        end = hold.depth
+        while edge is not None and id(edge) not in on_path:
+            edge = edge.parent
+            end = edge.end if edge is not None else 0
+        end = min(end, blocks)
+        if first < end:
+            found.append((first, end))
+    return tuple(sorted(found))
 
 
 def _extras_agree(edge: Edge, extras: tuple[int, ...] | None) -> bool:
@@ -105,7 +128,7 @@ def _extras_agree(edge: Edge, extras: tuple[int, ...] | None) -> bool:
     return not any(own) if edge.extras is None else own == edge.extras
 
 
-def _longest_twin(edge: Edge, prompt: Prompt, scheme: BlockScheme) -> tuple[Edge, int]:
+def _longest_collision(edge: Edge, prompt: Prompt, scheme: BlockScheme) -> tuple[Edge, int]:
     """Among children with an equal hash the one that shares most with the prompt, and how many blocks that is."""
     start = edge.start
     left = len(prompt._hashes) - start
@@ -118,28 +141,19 @@ def _longest_twin(edge: Edge, prompt: Prompt, scheme: BlockScheme) -> tuple[Edge
             same = common_extras(other.extras, 0, prompt._block_extras, start, same)
             if same > longest:
                 best, longest = other, same
-        other = other.twin
+        other = other.next_collision
     return best, longest
 
 
-def spans(op: str, exclude: Sequence[Span]) -> tuple[Span, ...]:
-    """Excluded (begin, end) token spans, checked."""
+def _checked(exclude: Sequence[Span]) -> tuple[Span, ...]:
+    """Excluded (begin, end) token spans."""
     try:
-        checked = tuple((index(begin), index(end)) for begin, end in exclude)
+        spans = tuple((index(begin), index(end)) for begin, end in exclude)
     except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"{op}: excluded spans must be pairs of ints, got {error}") from None
-    for begin, end in checked:
+        raise InvalidArgument(f"match: excluded spans must be pairs of ints, got {error}") from None
+    for begin, end in spans:
         if not 0 <= begin <= end:
             raise InvalidArgument(
-                f"{op}: an excluded span must be (begin, end) with 0 <= begin <= end, got {(begin, end)}"
+                f"match: an excluded span must be (begin, end) with 0 <= begin <= end, got {(begin, end)}"
             )
-    return checked
-
-
-def path_edge(match: Match, depth: int) -> Edge:
-    """The edge of the match's path in which block boundary `depth` lies."""
-    if not 0 < depth <= match._matched_blocks:
-        raise InvalidArgument(
-            f"acquire: the candidate must lie on the {match._matched_blocks} matched blocks, got {depth}"
-        )
-    return next(edge for edge in match._path if edge.end >= depth)
+    return spans

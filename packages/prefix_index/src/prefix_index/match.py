@@ -1,12 +1,18 @@
-"""The answer of a look-up: frozen, whatever happens to the index afterwards."""
+"""The answer of a look-up: a `Match`, its candidates, and handles to snapshots.
+
+Candidates are worked out when they are read for the first time. A match is frozen whatever happens to the index
+afterwards: the lists of the index that it reads are only ever added to or replaced.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
-from typing import overload
+from itertools import islice
 
-from prefix_index.core import Geometry
-from prefix_index.nodes import (
+from prefix_index.errors import InvalidArgument
+from prefix_index.prompt import Prompt
+from prefix_index.tree.records import (
     DEVICE_IMAGE,
     DEVICE_TAIL,
     FILLING_DEVICE,
@@ -15,10 +21,35 @@ from prefix_index.nodes import (
     Edge,
     Snapshot,
 )
-from prefix_index.prompt import Prompt
-from prefix_index.values import Reason, SnapshotKind
+from prefix_index.types import Geometry, SnapshotKind, Span
 
-Span = tuple[int, int]
+Seen = list[tuple[list[Snapshot], bytearray, int]]
+"""Of every edge of a path its snapshots, their statuses, and how many of them count."""
+
+
+class Reason(enum.Enum):
+    """Why the deepest cached prefix of a prompt cannot be resumed at its end."""
+
+    NONE = "none"  # it can, up to less than a block
+    NO_SNAPSHOT = "no snapshot"  # blocks are there, no snapshot was ever taken so deep
+    IMAGE_LOST = "image lost"  # a snapshot was there and was evicted
+    FILLING = "filling"  # a copy is still on its way
+    EXCLUDED = "excluded"  # the frontier lies inside a span the caller excluded
+
+
+class Owner:
+    """Marks what one index hands out, and says what a handle needs to know of it.
+
+    Attributes:
+        geometry: the sizes it was made with.
+        snapshots: False where the end of every block can be resumed.
+    """
+
+    __slots__ = ("geometry", "snapshots")
+
+    def __init__(self, geometry: Geometry, snapshots: bool) -> None:
+        self.geometry = geometry
+        self.snapshots = snapshots
 
 
 class SnapshotHandle:
@@ -26,7 +57,7 @@ class SnapshotHandle:
 
     __slots__ = ("_owner", "_record")
 
-    def __init__(self, owner: object, record: Snapshot) -> None:
+    def __init__(self, owner: Owner, record: Snapshot) -> None:
         self._owner = owner
         self._record = record
 
@@ -37,6 +68,7 @@ class SnapshotHandle:
 
     @property
     def frontier(self) -> int:
+        """Tokens its state has seen."""
         return self._record.frontier
 
     def __eq__(self, other: object) -> bool:
@@ -49,27 +81,38 @@ class SnapshotHandle:
         return f"<snapshot {self._record.serial} at {self._record.frontier}{'' if self.alive else ', gone'}>"
 
 
+class _Shared:
+    """What the candidates of one match have in common. They refer to this, not to the match: it refers to them."""
+
+    __slots__ = ("device_blocks", "filling", "owner")
+
+    def __init__(self, owner: Owner, device_blocks: int, filling: tuple[Span, ...]) -> None:
+        self.owner = owner
+        self.device_blocks = device_blocks
+        self.filling = filling
+
+
 class Candidate:
     """A place a prompt can resume from, as it was when the match was made. Frozen."""
 
-    __slots__ = ("_depth", "_match", "_record", "_where")
+    __slots__ = ("_depth", "_record", "_shared", "_status")
 
-    def __init__(self, match: Match, record: Snapshot | None, depth: int, where: int) -> None:
-        self._match = match
+    def __init__(self, shared: _Shared, record: Snapshot | None, depth: int, status: int) -> None:
+        self._shared = shared
         self._record = record
         self._depth = depth
-        self._where = where
+        self._status = status
 
     @property
     def snapshot(self) -> SnapshotHandle | None:
         """The snapshot; None for the end of a block in an index without snapshots."""
-        return None if self._record is None else SnapshotHandle(self._match._owner, self._record)
+        return None if self._record is None else SnapshotHandle(self._shared.owner, self._record)
 
     @property
     def frontier(self) -> int:
         """Tokens that need not be computed again."""
         if self._record is None:
-            return self._depth * self._match._geometry.block_tokens
+            return self._depth * self._shared.owner.geometry.block_tokens
         return self._record.frontier
 
     @property
@@ -79,34 +122,34 @@ class Candidate:
 
     @property
     def kind(self) -> SnapshotKind | None:
-        return None if self._record is None else SnapshotKind(self._where >> KIND_SHIFT)
+        """Why the snapshot was taken; None without one."""
+        return None if self._record is None else SnapshotKind(self._status >> KIND_SHIFT)
 
     @property
     def restore_bytes(self) -> int:
         """Bytes to bring from the Host before this can be resumed; 0 when all of it is on the device."""
-        match = self._match
-        geometry = match._geometry
-        missing = self._depth - match._device_blocks
+        geometry = self._shared.owner.geometry
+        missing = self._depth - self._shared.device_blocks
         size = missing * geometry.block_bytes if missing > 0 else 0
         if self._record is not None:
-            where = self._where
-            if not where & DEVICE_IMAGE:
+            status = self._status
+            if not status & DEVICE_IMAGE:
                 size += geometry.image_bytes
-            if where & HAS_TAIL and not where & DEVICE_TAIL:
+            if status & HAS_TAIL and not status & DEVICE_TAIL:
                 size += geometry.block_bytes
         return size
 
     @property
     def filling(self) -> int:
-        """Blocks and tails of it whose device copy is still on its way."""
-        count = 1 if self._where & FILLING_DEVICE else 0
-        for first, end in self._match._filling:
+        """How many of its blocks and tail have a device copy that is still on its way."""
+        count = 1 if self._status & FILLING_DEVICE else 0
+        for first, end in self._shared.filling:
             if first < self._depth:
                 count += min(end, self._depth) - first
         return count
 
     def _facts(self) -> tuple[object, ...]:
-        return self.snapshot, self.frontier, self._depth, self._where, self.restore_bytes, self.filling
+        return self.snapshot, self.frontier, self._depth, self._status, self.restore_bytes, self.filling
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Candidate) and self._facts() == other._facts()
@@ -117,64 +160,44 @@ class Candidate:
         return f"Candidate(frontier={self.frontier}, kind={self.kind!r}, restore_bytes={self.restore_bytes})"
 
 
-class Candidates(Sequence[Candidate]):
-    """The usable candidates, deepest first."""
-
-    __slots__ = ("_found",)
-
-    def __init__(self, found: list[Candidate]) -> None:
-        self._found = found
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    @overload
-    def __getitem__(self, index: int) -> Candidate: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Candidate]: ...
-    def __getitem__(self, index: int | slice) -> Candidate | list[Candidate]:
-        return self._found[index]
-
-    def __iter__(self) -> Iterator[Candidate]:
-        return iter(self._found)
-
-
 class Match:
-    """What the index knew about a prompt when it was asked. Frozen: the lists of the index that it reads are only
-    ever added to or replaced."""
+    """What the index knew about a prompt when it was asked. Frozen."""
 
     __slots__ = (
+        "_candidates",
         "_device_blocks",
         "_epoch",
         "_exclude",
         "_filling",
-        "_geometry",
+        "_first",
         "_host_blocks",
-        "_lost",
+        "_lost_depth",
         "_matched_blocks",
         "_owner",
         "_path",
         "_prompt",
         "_seen",
-        "_snapshots",
+        "_shared",
     )
 
+    _candidates: tuple[Candidate, ...] | None
     _device_blocks: int
     _epoch: int
     _exclude: Sequence[Span]
     _filling: tuple[Span, ...]
-    _geometry: Geometry
+    _first: tuple[Candidate, ...] | None  # the first of the candidates, if there is one; None until it was read
     _host_blocks: int
-    _lost: int  # the deepest matched block that lost its snapshot, 0 for none
+    _lost_depth: int  # the deepest matched block that lost its snapshot, 0 for none
     _matched_blocks: int
-    _owner: object
+    _owner: Owner
     _path: list[Edge]
     _prompt: Prompt
-    _seen: list[tuple[list[Snapshot], bytearray, int]]  # of every edge the snapshots, their `where`, how many
-    _snapshots: bool
+    _seen: Seen
+    _shared: _Shared | None
 
     @property
     def prompt(self) -> Prompt:
+        """What was looked up."""
         return self._prompt
 
     @property
@@ -189,7 +212,8 @@ class Match:
 
     @property
     def matched_tokens(self) -> int:
-        return self._matched_blocks * self._geometry.block_tokens
+        """Tokens of the matched blocks."""
+        return self._matched_blocks * self._owner.geometry.block_tokens
 
     @property
     def device_blocks(self) -> int:
@@ -207,55 +231,84 @@ class Match:
         return self._filling
 
     @property
-    def reason(self) -> Reason:
-        """Why the deepest cached prefix cannot be resumed at its end."""
-        best = self.best
-        if (best._depth if best is not None else 0) < self._matched_blocks:
-            deepest = next(self._usable(()), None) if self._exclude else best
-            if deepest is not None and _inside(deepest.frontier, self._exclude):
-                return Reason.EXCLUDED
-            lost = self._lost > (best._depth if best is not None else 0)
-            return Reason.IMAGE_LOST if lost else Reason.NO_SNAPSHOT
-        return Reason.FILLING if best is not None and best.filling else Reason.NONE
-
-    @property
-    def candidates(self) -> Candidates:
-        """Worked out at every call, not kept: a match that knew its candidates would be a cycle."""
-        return Candidates(list(self._usable(self._exclude)))
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The places to resume from, deepest first. Worked out once."""
+        if self._candidates is None:
+            best = self.best
+            others = islice(self._offered(self._exclude), 1, None)
+            self._candidates = () if best is None else (best, *others)
+        return self._candidates
 
     @property
     def best(self) -> Candidate | None:
-        """The deepest candidate, or None when only the root is left."""
-        return next(self._usable(self._exclude), None)
+        """The deepest candidate, or None when only the root is left. Worked out once."""
+        first = self._first
+        if first is None:
+            first = self._first = tuple(islice(self._offered(self._exclude), 1))
+        return first[0] if first else None
 
-    def _usable(self, exclude: Sequence[Span]) -> Iterator[Candidate]:
+    @property
+    def reason(self) -> Reason:
+        """Why the deepest cached prefix cannot be resumed at its end."""
+        best = self.best
+        depth = best._depth if best is not None else 0
+        if depth < self._matched_blocks:
+            deepest = next(self._offered(()), None) if self._exclude else best
+            if deepest is not None and _inside(deepest.frontier, self._exclude):
+                return Reason.EXCLUDED
+            return Reason.IMAGE_LOST if self._lost_depth > depth else Reason.NO_SNAPSHOT
+        return Reason.FILLING if best is not None and best.filling else Reason.NONE
+
+    def _edge_at(self, depth: int) -> Edge:
+        """The edge of the path in which block boundary `depth` lies."""
+        if not 0 < depth <= self._matched_blocks:
+            raise InvalidArgument(
+                f"acquire: the candidate must lie on the {self._matched_blocks} matched blocks, got {depth}"
+            )
+        return next(edge for edge in self._path if edge.end >= depth)
+
+    def _offers(self, candidate: Candidate) -> bool:
+        """Whether a candidate of another match of the same index is one of this match's prompt, excluded or not."""
+        return any(own._record is candidate._record and own._depth == candidate._depth for own in self._offered(()))
+
+    def _offered(self, exclude: Sequence[Span]) -> Iterator[Candidate]:
         """The candidates, deepest first, each made when it is its turn."""
-        blocks = self._matched_blocks
-        if not self._snapshots:  # every block boundary
-            size = self._geometry.block_tokens
-            for depth in range(blocks, 0, -1):
-                if not _inside(depth * size, exclude):
-                    yield Candidate(self, None, depth, 0)
-            return
-        prompt = self._prompt
-        startswith = prompt._tokens.startswith
-        width = prompt._scheme.block_bytes
-        extra_at = prompt._extras.at if prompt._extras.pairs else _no_extra
-        limit = prompt._num_tokens - 1  # the last token is always computed
-        for snaps, wheres, count in reversed(self._seen):
-            for place in range(count - 1, -1, -1):
-                snapshot = snaps[place]
-                depth = snapshot.at
-                if depth > blocks or snapshot.frontier > limit:
-                    continue
-                tail = snapshot.tail
-                if tail and not (startswith(tail, depth * width) and extra_at(snapshot.frontier) == snapshot.extra):
-                    continue
-                if not exclude or not _inside(snapshot.frontier, exclude):
-                    yield Candidate(self, snapshot, depth, wheres[place])
+        shared = self._shared
+        if shared is None:
+            shared = self._shared = _Shared(self._owner, self._device_blocks, self._filling)
+        if self._owner.snapshots:
+            return _snapshots_on_path(shared, self._prompt, self._seen, self._matched_blocks, exclude)
+        return _block_ends(shared, self._matched_blocks, exclude)
 
     def __repr__(self) -> str:
         return f"Match({self.matched_tokens} of {self._prompt.num_tokens} tokens, {len(self.candidates)} candidates)"
+
+
+def _block_ends(shared: _Shared, blocks: int, exclude: Sequence[Span]) -> Iterator[Candidate]:
+    size = shared.owner.geometry.block_tokens
+    for depth in range(blocks, 0, -1):
+        if not _inside(depth * size, exclude):
+            yield Candidate(shared, None, depth, 0)
+
+
+def _snapshots_on_path(
+    shared: _Shared, prompt: Prompt, seen: Seen, blocks: int, exclude: Sequence[Span]
+) -> Iterator[Candidate]:
+    startswith = prompt._tokens.startswith
+    width = prompt._scheme.block_bytes
+    extra_at = prompt._extras.at if prompt._extras.pairs else _no_extra
+    limit = prompt._num_tokens - 1  # the last token is always computed
+    for snapshots, statuses, count in reversed(seen):
+        for place in range(count - 1, -1, -1):
+            snapshot = snapshots[place]
+            depth = snapshot.depth
+            if depth > blocks or snapshot.frontier > limit:
+                continue
+            tail = snapshot.tail
+            if tail and not (startswith(tail, depth * width) and extra_at(snapshot.frontier) == snapshot.extra):
+                continue
+            if not exclude or not _inside(snapshot.frontier, exclude):
+                yield Candidate(shared, snapshot, depth, statuses[place])
 
 
 def _inside(frontier: int, spans: Sequence[Span]) -> bool:

@@ -1,6 +1,6 @@
 """Prompts as the index sees them: int32 bytes, the hash of every full block, the extra key of every block.
 
-Everything here is pure and may run on any thread; it is the part of a look-up that belongs off the worker.
+Everything here is pure and may run on any thread: the part of a look-up that belongs off the worker thread.
 """
 
 from __future__ import annotations
@@ -10,27 +10,29 @@ import operator
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import xxhash
 
 from prefix_index.errors import InvalidArgument
 
-if TYPE_CHECKING:
-    from prefix_index.nodes import Hasher
-
 TOKEN_BYTES = 4
-RUN_BLOCKS = 128  # blocks a tree keeps in one piece, at most: appending or cutting copies up to one
+RUN_BLOCKS = 128  # the largest piece of tokens an edge keeps: appending or cutting copies up to one
 _INTEGER_FORMATS = frozenset("bBhHiIlLqQ")
+
+Hasher = Callable[[int, bytes, int], int]
+"""(parent hash, token bytes, extra) -> hash of the block, 64 bits."""
 
 TokenInput = Any
 """A sequence of ints, int32 little-endian `bytes`, or an integer buffer such as a numpy array or `array.array`."""
 
 
 def xxh3_block_hash(parent: int, tokens: bytes, extra: int) -> int:
-    """The hash of a block: xxh3_64 over its token bytes, seeded with its parent's hash; a nonzero extra key follows the
-    tokens as eight little-endian bytes. Frozen: it is written into files and events."""
+    """The hash of a block: xxh3_64 over its token bytes, seeded with its parent's hash.
+
+    A nonzero extra key follows the tokens as eight little-endian bytes. Frozen: it is written into files and events.
+    """
     if extra:
         tokens += extra.to_bytes(8, "little")
     return xxhash.xxh3_64_intdigest(tokens, parent)
@@ -44,7 +46,9 @@ def namespace_hash(namespace: bytes) -> int:
 def token_bytes(op: str, tokens: TokenInput) -> bytes:
     """`tokens` as little-endian int32 bytes; `bytes` are taken as they are, without a copy.
 
-    Raises InvalidArgument when a token does not fit into an int32 or the byte length is no multiple of four."""
+    Raises:
+        InvalidArgument: a token does not fit into an int32, or the byte length is no multiple of four.
+    """
     if isinstance(tokens, bytes):
         data = tokens
     else:
@@ -68,8 +72,13 @@ def token_bytes(op: str, tokens: TokenInput) -> bytes:
 
 
 def namespace_bytes(op: str, namespace: Any) -> bytes:
-    """`namespace` as bytes. InvalidArgument for what is no buffer: an int would become that many zeros. A namespace may
-    come from a secret, so its value is not repeated."""
+    """`namespace` as bytes.
+
+    A namespace may come from a secret, so no error repeats its value.
+
+    Raises:
+        InvalidArgument: it is no buffer. An int would become that many zeros.
+    """
     if isinstance(namespace, bytes):
         return namespace
     try:
@@ -135,8 +144,10 @@ NO_EXTRAS = Extras("prepare", ())
 
 
 class Prompt:
-    """A prepared prompt. Immutable; made by `PrefixIndex.prepare`, usable with every index of the same block size and
-    hash."""
+    """A prepared prompt. Immutable; made by `PrefixIndex.prepare`.
+
+    It can be used with every index of the same block size and hash.
+    """
 
     __slots__ = ("_block_extras", "_extras", "_hashes", "_namespace", "_num_tokens", "_scheme", "_tokens")
 
@@ -159,14 +170,17 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the prompt."""
         return self._num_tokens
 
     @property
     def namespace(self) -> bytes:
+        """The isolation domain."""
         return self._namespace
 
     @property
     def extras(self) -> tuple[tuple[int, int], ...]:
+        """The (first token, cumulative key) pairs."""
         return self._extras.pairs
 
     @property

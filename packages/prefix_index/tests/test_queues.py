@@ -1,16 +1,17 @@
-"""The lazy heap against a sorted list."""
+"""The lazy heap under every queue, against a sorted list."""
 
 from __future__ import annotations
 
 import random
 
-from prefix_index.order import Entry, LazyHeap, kill
+from prefix_index.retention.queues import LazyHeap, kill
+from prefix_index.tree.records import QueueEntry
 
 
 class Item:
     def __init__(self, key: int) -> None:
         self.key: int | None = key
-        self.entry: Entry | None = None
+        self.entry: QueueEntry | None = None
 
 
 def test_the_least_present_key_comes_first_whatever_was_pushed_before() -> None:

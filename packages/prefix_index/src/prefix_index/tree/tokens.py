@@ -5,7 +5,7 @@
     keys     |hash of its first block  |hash, or None    |...             the first is `key`
 
 Most edges have one piece; then there are no lists at all. A look-up compares piece after piece at its place in the
-prompt. Only children at a branch, events and tables need hashes: they are derived when somebody asks.
+prompt. Only children at a branch, events and tables need hashes: they are derived on demand.
 Depths are absolute blocks of the path throughout.
 """
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 
-from prefix_index.nodes import Edge, Pieces, Root
 from prefix_index.prompt import BlockScheme
+from prefix_index.tree.records import Edge, Pieces, Root
 
 
 def pieces_of(edge: Edge, scheme: BlockScheme) -> Pieces:
@@ -24,6 +24,7 @@ def pieces_of(edge: Edge, scheme: BlockScheme) -> Pieces:
 
 
 def set_pieces(edge: Edge, pieces: Pieces) -> None:
+    """Give `edge` these pieces, the first of which has a key."""
     edge.head = pieces[0][0]
     key = pieces[2][0]
     assert key is not None
@@ -102,7 +103,7 @@ def tokens_between(edge: Edge, scheme: BlockScheme, first: int, end: int) -> byt
     return b"".join(parts)
 
 
-def goes_on_with(edge: Edge, scheme: BlockScheme, depth: int, tail: bytes) -> bool:
+def block_starts_with(edge: Edge, scheme: BlockScheme, depth: int, tail: bytes) -> bool:
     """Whether the block at `depth` of `edge` starts with `tail`."""
     position = depth * scheme.block_bytes
     if edge.pieces is None:
@@ -110,6 +111,15 @@ def goes_on_with(edge: Edge, scheme: BlockScheme, depth: int, tail: bytes) -> bo
     runs, starts, _ = edge.pieces
     place = bisect_right(starts, position) - 1
     return runs[place].startswith(tail, position - starts[place])
+
+
+def path_goes_on_with(edge: Edge, scheme: BlockScheme, depth: int, below: Edge | None, tail: bytes) -> bool:
+    """Whether the path over `edge` and its child `below` goes on with `tail` after `depth` blocks."""
+    if not tail:
+        return True
+    if depth < edge.end:
+        return block_starts_with(edge, scheme, depth, tail)
+    return below is not None and below.head.startswith(tail)
 
 
 def agreement(edge: Edge, scheme: BlockScheme, depth: int, tokens: bytes, at: int, limit: int) -> int:
@@ -131,6 +141,20 @@ def agreement(edge: Edge, scheme: BlockScheme, depth: int, tokens: bytes, at: in
         if found < left:
             break
     return same
+
+
+def common_extras(
+    left: tuple[int, ...] | None, left_at: int, right: tuple[int, ...] | None, right_at: int, limit: int
+) -> int:
+    """How many of the next `limit` blocks have equal extras; None stands for all zero."""
+    if left is None and right is None:
+        return limit
+    for i in range(limit):
+        a = left[left_at + i] if left is not None else 0
+        b = right[right_at + i] if right is not None else 0
+        if a != b:
+            return i
+    return limit
 
 
 def common_blocks(left: bytes, left_at: int, right: bytes, right_at: int, limit: int, width: int) -> int:
@@ -174,7 +198,7 @@ def hash_at(edge: Edge, scheme: BlockScheme, depth: int) -> int:
 
 
 def hash_before(edge: Edge, scheme: BlockScheme, depth: int) -> int:
-    """The hash of the last of the first `depth` blocks of the path, which ends in `edge`; a root's own for none."""
+    """The hash of block `depth` - 1 of the path, which ends in `edge`; the namespace's own for depth 0."""
     if isinstance(edge, Root):
         return edge.hashed
     if depth > edge.start:

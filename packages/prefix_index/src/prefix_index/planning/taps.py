@@ -1,4 +1,4 @@
-"""Where a prefill captures its state. A function of the prompt, its hints and where it resumes; pure, deterministic."""
+"""Taps: where a prefill captures its state. A function of the prompt, its hints and where it resumes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from prefix_index.errors import InvalidArgument
-from prefix_index.match import Span
-from prefix_index.values import SnapshotKind
+from prefix_index.types import SnapshotKind, Span
 
 
 class TapSource(enum.IntEnum):
@@ -29,7 +28,15 @@ _CLUSTERED = frozenset({TapSource.DIVERGENCE, TapSource.OPENER, TapSource.STRUCT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TapHints:
-    """What the renderer of the prompt knows about its structure, as token positions."""
+    """What the renderer of the prompt knows about its structure, as token positions.
+
+    Attributes:
+        explicit: breakpoints the client named.
+        opener: start of the tokens that make the model answer.
+        structural: ends of tools and of the leading system block.
+        automatic: a protocol's automatic markers.
+        message_boundaries: where messages begin.
+    """
 
     explicit: tuple[int, ...] = ()
     opener: int | None = None
@@ -40,8 +47,17 @@ class TapHints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TapLimits:
-    """How many taps, and how far apart: the ladder's first is `ladder_tokens` from the prompt's end, each next one
-    twice as far, none closer than `min_gap_tokens` to another snapshot. InvalidArgument for a value out of range."""
+    """How many taps, and how far apart.
+
+    Attributes:
+        max_taps: most taps of a prompt.
+        ladder_tokens: how far the ladder's first tap is from the prompt's end; each next one is twice as far.
+        min_gap_tokens: no tap of the ladder is closer than this to another snapshot.
+        block_tokens: tokens per block.
+
+    Raises:
+        InvalidArgument: a value is out of its range.
+    """
 
     max_taps: int = 8
     ladder_tokens: int = 4096
@@ -89,13 +105,17 @@ def plan_taps(
 ) -> tuple[Tap, ...]:
     """Taps in (base, num_tokens - 1], sorted by position.
 
-    base            where the prefill resumes
-    existing        frontiers of snapshots already on the path
-    exclude         spans no tap may lie strictly inside; a position in one moves to its start
-    matched_tokens  length of the cached block path: past the base, its end is where prompts diverge
-    resumed         kind of the snapshot resumed from; after an ENDPOINT neither opener nor tail is tapped, for the
-                    lineage's own endpoint serves its next turn
-    split_seconds   what an exact tap costs; with 0 all taps are exact, above it tail and ladder take a chunk's end
+    Args:
+        num_tokens: length of the prompt.
+        base: where the prefill resumes.
+        hints: what is known of the prompt's structure.
+        limits: how many taps and how far apart.
+        existing: frontiers of snapshots already on the path.
+        exclude: spans no tap may lie strictly inside; a position in one moves to its start.
+        matched_tokens: length of the cached block path: past the base, its end is where prompts diverge.
+        resumed: kind of the snapshot resumed from; after an ENDPOINT neither opener nor tail is tapped, for the
+            lineage's own endpoint serves its next turn.
+        split_seconds: what an exact tap costs; with 0 all taps are exact, above it tail and ladder take a chunk's end.
     """
     limits = limits or TapLimits()
     if limits.max_taps == 0 or num_tokens < 2:

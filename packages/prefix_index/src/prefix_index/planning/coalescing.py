@@ -1,23 +1,25 @@
-"""Whether a request should wait for one that is prefilling the same prefix, and for which of its taps. Pure."""
+"""Coalescing: whether a request should wait for one that prefills the same prefix, and for which of its taps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prefix_index.cost import CostModel
-from prefix_index.match import Span
+from prefix_index.planning.cost import CostModel
 from prefix_index.prompt import TOKEN_BYTES, Prompt
+from prefix_index.types import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sibling:
     """A lane that is prefilling: where it stands and what it will capture.
 
-    cursor        tokens it has prefilled
-    last_capture  frontier of its latest capture, where it resumed at least
-    taps          exact taps still ahead of it
-    pending       frontiers captured but not published yet
+    Attributes:
+        prompt: what it prefills.
+        cursor: tokens it has prefilled.
+        last_capture: frontier of its latest capture, where it resumed at least.
+        taps: exact taps still ahead of it.
+        pending: frontiers captured but not published yet.
     """
 
     prompt: Prompt
@@ -68,9 +70,16 @@ def plan_coalescing(
 ) -> Wait | None:
     """The snapshot of `sibling` that `prompt` should wait for, or None.
 
-    reuse               tokens the cache could serve now
-    wait_limit_seconds  the queue's timeout: twice the sibling's way to the target must fit into half of it; 0: no wait
-    split_seconds       what an exact tap costs the sibling; with 0 the target is the last block's end they share
+    Args:
+        prompt: what would wait.
+        reuse: tokens the cache could serve now.
+        sibling: the lane to wait for.
+        cost: ranks the wait against computing.
+        wait_limit_seconds: the queue's timeout; twice the sibling's way to the target must fit into half of it. 0 is no
+            wait.
+        exclude: spans the target may not lie strictly inside.
+        split_seconds: what an exact tap costs the sibling; with 0 the target is the last block's end they share.
+        block_tokens: tokens per block.
     """
     shared = min(common_prefix(prompt, sibling.prompt), prompt.num_tokens - 1)
     if shared <= reuse or wait_limit_seconds <= 0:

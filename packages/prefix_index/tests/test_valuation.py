@@ -11,7 +11,7 @@ from prefix_index import InvariantViolation, Pool, SnapshotKind
 
 
 @pytest.mark.parametrize("first", [(), ((1, 5),)])
-def test_twins_that_differ_in_their_tails_extra_stand_in_for_each_other(first: tuple[tuple[int, int], ...]) -> None:
+def test_snapshots_that_differ_in_their_tails_extra_stand_in_for_each_other(first: tuple[tuple[int, int], ...]) -> None:
     """Two snapshots at one frontier: whichever is lost, what lies below is valued from the other."""
     index = make()
     second = ((1, 5),) if not first else ()
@@ -34,8 +34,8 @@ def test_twins_that_differ_in_their_tails_extra_stand_in_for_each_other(first: t
     assert index.stats().snapshots == 0
 
 
-def test_a_snapshot_takes_over_what_lay_below_any_twin_of_the_one_above() -> None:
-    """Twins at 2 tokens, 8 valued from the first of them; one at 4 comes between, nearest to the second."""
+def test_a_snapshot_takes_over_what_lay_below_any_of_two_at_one_frontier_above() -> None:
+    """Two at 2 tokens, 8 valued from the first of them; one at 4 comes between, nearest to the second."""
     index = make()
     driver = Driver(index)
     for tokens, extras in ((2, ()), (8, ()), (2, ((1, 5),)), (4, ())):

@@ -1,4 +1,4 @@
-"""The cost model: what a prefill and a restore take. Pure arithmetic; it ranks, it never decides what is possible."""
+"""The cost model: what a prefill and a restore take. Arithmetic that ranks; it never decides what is possible."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ class CostModel:
 
     prefill(base, n) = ceil(n / chunk_tokens) * chunk_seconds + n * token_seconds + pairs * pair_seconds,
     pairs = base * n + n * (n + 1) / 2; restore(0) = 0, restore(bytes) = batch_seconds + bytes / bytes_per_second.
-    The defaults suit a fast accelerator on an x16 link and only matter as ratios. Raises InvalidArgument for a number
-    out of its range.
+    The defaults suit a fast accelerator on an x16 link and only matter as ratios.
+
+    Raises:
+        InvalidArgument: a number is out of its range.
     """
 
     chunk_seconds: float = 0.0
