@@ -385,3 +385,27 @@ def test_a_request_that_waits_too_long_is_told() -> None:
     assert isinstance(event, Failed)
     assert isinstance(event.error, QueueTimeout)
     rig.run_dry()
+
+
+def test_a_request_that_finds_no_room_is_quoted_again_only_when_something_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(lanes=2, slabs=0, pages=10)
+    rig.submit(tokens_of(50, 10), 500)  # eight pages
+    rig.turn()
+    late = rig.submit(tokens_of(51, 200), 1)
+    quotes = itertools.count()
+    real = rig.bench.cache.quote
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        next(quotes)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(rig.bench.cache, "quote", counting)
+    for _ in range(50):  # its first block is not full yet
+        rig.turn()
+    assert next(quotes) == 1
+    assert not rig.answers[late]
+    rig.run_dry()
+    assert next(quotes) < 20
+    assert len(rig.ended) == 2

@@ -24,7 +24,7 @@ from test_loop import TRUNK
 
 INDEX_REASONS = {
     Reason.NO_SNAPSHOT: "no_snapshot",
-    Reason.IMAGE_LOST: "image_evicted",
+    Reason.IMAGE_EVICTED: "image_evicted",
     Reason.EXCLUDED: "excluded",
 }
 

@@ -252,4 +252,4 @@ def test_the_reason_is_about_what_lies_below_the_best_candidate() -> None:
     assert ([c.frontier for c in match.candidates], match.reason) == ([8], Reason.NO_SNAPSHOT)
     index.claim_slot()
     match = index.match(prompt)
-    assert (list(match.candidates), match.reason) == ([], Reason.IMAGE_LOST)
+    assert (list(match.candidates), match.reason) == ([], Reason.IMAGE_EVICTED)

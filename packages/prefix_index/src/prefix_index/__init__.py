@@ -35,7 +35,7 @@ from prefix_index.planning.admission import (
     rank_candidates,
     resume_seconds,
 )
-from prefix_index.planning.coalescing import Sibling, Wait, common_prefix, plan_coalescing
+from prefix_index.planning.coalescing import Sibling, Wait, common_prefix, plan_coalescing, worth_landing
 from prefix_index.planning.cost import CostModel
 from prefix_index.planning.taps import Tap, TapHints, TapLimits, TapSource, plan_taps
 from prefix_index.prompt import Prompt, xxh3_block_hash
@@ -99,5 +99,6 @@ __all__ = [
     "plan_taps",
     "rank_candidates",
     "resume_seconds",
+    "worth_landing",
     "xxh3_block_hash",
 ]

@@ -31,8 +31,8 @@ class Reason(enum.Enum):
     """Why the deepest cached prefix of a prompt cannot be resumed at its end."""
 
     NONE = "none"  # it can, up to less than a block
-    NO_SNAPSHOT = "no snapshot"  # blocks are there, no snapshot was ever taken so deep
-    IMAGE_LOST = "image lost"  # a snapshot was there and was evicted
+    NO_SNAPSHOT = "no_snapshot"  # blocks are there, no snapshot was ever taken so deep
+    IMAGE_EVICTED = "image_evicted"  # a snapshot was there and was evicted
     FILLING = "filling"  # a copy is still on its way
     EXCLUDED = "excluded"  # the frontier lies inside a span the caller excluded
 
@@ -256,7 +256,7 @@ class Match:
             deepest = next(self._offered(()), None) if self._exclude else best
             if deepest is not None and _inside(deepest.frontier, self._exclude):
                 return Reason.EXCLUDED
-            return Reason.IMAGE_LOST if self._lost_depth > depth else Reason.NO_SNAPSHOT
+            return Reason.IMAGE_EVICTED if self._lost_depth > depth else Reason.NO_SNAPSHOT
         return Reason.FILLING if best is not None and best.filling else Reason.NONE
 
     def _edge_at(self, depth: int) -> Edge:

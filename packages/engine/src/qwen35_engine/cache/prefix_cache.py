@@ -102,9 +102,9 @@ class PrefixCache:
         self._ending: list[Sequence] = []  # their endpoints wait for copies
 
     @property
-    def version(self) -> object:
-        """Equal as long as a quote made before still holds."""
-        return object()
+    def state(self) -> object:
+        """Equal to what it was before as long as no request that found no room then could find it now. O(1)."""
+        return self.index.stats(), len(self.allocator.pages), len(self.allocator.slots)
 
     @property
     def restoring_bytes(self) -> int:

@@ -29,14 +29,6 @@ from .allocator import Allocator
 
 __all__ = ["AdmissionQuote", "Quoter"]
 
-_OF_THE_INDEX = {
-    Reason.NONE: None,
-    Reason.NO_SNAPSHOT: MissReason.NO_SNAPSHOT,
-    Reason.IMAGE_LOST: MissReason.IMAGE_EVICTED,
-    Reason.EXCLUDED: MissReason.EXCLUDED,
-    Reason.FILLING: MissReason.FILLING,
-}
-
 
 @dataclass(frozen=True)
 class AdmissionQuote:
@@ -110,4 +102,5 @@ class Quoter:
         if not longest:
             empty = not self._index.holds(match.prompt.namespace)
             return MissReason.NAMESPACE if empty and self._index.stats().blocks else MissReason.NOT_CACHED
-        return _OF_THE_INDEX[match.reason]
+        # The index's reasons are among ours, under the same names.
+        return None if match.reason is Reason.NONE else MissReason(match.reason.value)

@@ -9,8 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import cast
 
-from prefix_index import Candidate, CostModel, Lease, Match, PrefixIndex, Prompt, Tier, rank_candidates
-from prefix_index import Ticket as Fill
+from prefix_index import Candidate, CostModel, Fill, Lease, Match, PrefixIndex, Prompt, Tier, rank_candidates
 from qwen35_kernels import BLOCK_TOKENS
 
 from ..host import HostTier, Image, Restore, Tail

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from prefix_index import Lease, PrefixIndex
-from prefix_index import Ticket as Fill
+from prefix_index import Fill, Lease, PrefixIndex
 from slab_pool import Direction, Ticket
 
 from ..calibration import CopyRate

@@ -9,8 +9,7 @@ import math
 from contextlib import ExitStack
 from typing import cast
 
-from prefix_index import Lease, PrefixIndex, Tier
-from prefix_index import Ticket as Fill
+from prefix_index import Fill, Lease, PrefixIndex, Tier
 from qwen35_kernels import BLOCK_TOKENS
 from slab_pool import Ticket
 

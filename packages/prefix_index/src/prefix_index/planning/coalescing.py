@@ -1,13 +1,15 @@
-"""Coalescing: whether a request should wait for one that prefills the same prefix, and for which of its taps."""
+"""Coalescing: whether a request should wait for another that computes the same prefix, or brings it from the Host."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from prefix_index.planning.admission import Source, resume_seconds
 from prefix_index.planning.cost import CostModel
+from prefix_index.planning.taps import Tap, TapSource
 from prefix_index.prompt import TOKEN_BYTES, Prompt
-from prefix_index.types import Span
+from prefix_index.types import SnapshotKind, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +33,15 @@ class Sibling:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait for the sibling's snapshot at `target`; a `new_tap` must be added to its plan, as a BOUNDARY."""
+    """Wait for the sibling's snapshot at `target`; where it is a `new_tap`, `tap` must be added to its plan."""
 
     target: int
     new_tap: bool
+
+    @property
+    def tap(self) -> Tap:
+        """The tap at the target, as a BOUNDARY: conversations share it."""
+        return Tap(self.target, TapSource.DIVERGENCE, True, SnapshotKind.BOUNDARY)
 
 
 def common_prefix(left: Prompt, right: Prompt) -> int:
@@ -110,3 +117,24 @@ def _planned(
         if planned >= target or cost.prefill_seconds(planned, target - planned) <= split_seconds:
             return Wait(planned, False)
     return Wait(target, True) if target > sibling.cursor and target > reuse else None
+
+
+def worth_landing(
+    candidates: Iterable[Source], source: Source | None, num_tokens: int, cost: CostModel, *, bytes_on_their_way: int
+) -> bool:
+    """Whether copies that are on their way for another request are worth waiting for.
+
+    Args:
+        candidates: where the prompt could resume, those included that still have copies on their way.
+        source: where it could resume now; None is the first token.
+        num_tokens: of the prompt.
+        cost: ranks the wait against computing.
+        bytes_on_their_way: of all copies from the Host that have not landed.
+    """
+    if not bytes_on_their_way:
+        return False
+    now = resume_seconds(source, num_tokens, cost)
+    wait = cost.restore_seconds(bytes_on_their_way)
+    return any(
+        candidate.filling and wait + resume_seconds(candidate, num_tokens, cost) < now for candidate in candidates
+    )
