@@ -79,7 +79,7 @@ class Guard:
 
     def _other(self, op: str, match: Match, candidate: Candidate) -> Snapshot | None:
         """The same for a candidate that another match made: one of this index, which this match offers too."""
-        if candidate._shared.owner is not self._owner:
+        if candidate._shared[0] is not self._owner:
             raise ForeignHandle(f"{op}: the candidate must be this index's own, got another's")
         record = candidate._record
         if record is not None:

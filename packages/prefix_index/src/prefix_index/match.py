@@ -81,15 +81,11 @@ class SnapshotHandle:
         return f"<snapshot {self._record.serial} at {self._record.frontier}{'' if self.alive else ', gone'}>"
 
 
-class _Shared:
-    """What the candidates of one match have in common. They refer to this, not to the match: it refers to them."""
+Shared = tuple[Owner, int, tuple[Span, ...]]
+"""What the candidates of one match have in common: owner, matched blocks on the device, ranges still on their way.
 
-    __slots__ = ("device_blocks", "filling", "owner")
-
-    def __init__(self, owner: Owner, device_blocks: int, filling: tuple[Span, ...]) -> None:
-        self.owner = owner
-        self.device_blocks = device_blocks
-        self.filling = filling
+Candidates refer to this and not to their match: it refers to them.
+"""
 
 
 class Candidate:
@@ -97,7 +93,7 @@ class Candidate:
 
     __slots__ = ("_depth", "_record", "_shared", "_status")
 
-    def __init__(self, shared: _Shared, record: Snapshot | None, depth: int, status: int) -> None:
+    def __init__(self, shared: Shared, record: Snapshot | None, depth: int, status: int) -> None:
         self._shared = shared
         self._record = record
         self._depth = depth
@@ -106,13 +102,13 @@ class Candidate:
     @property
     def snapshot(self) -> SnapshotHandle | None:
         """The snapshot; None for the end of a block in an index without snapshots."""
-        return None if self._record is None else SnapshotHandle(self._shared.owner, self._record)
+        return None if self._record is None else SnapshotHandle(self._shared[0], self._record)
 
     @property
     def frontier(self) -> int:
         """Tokens that need not be computed again."""
         if self._record is None:
-            return self._depth * self._shared.owner.geometry.block_tokens
+            return self._depth * self._shared[0].geometry.block_tokens
         return self._record.frontier
 
     @property
@@ -128,8 +124,9 @@ class Candidate:
     @property
     def restore_bytes(self) -> int:
         """Bytes to bring from the Host before this can be resumed; 0 when all of it is on the device."""
-        geometry = self._shared.owner.geometry
-        missing = self._depth - self._shared.device_blocks
+        owner, device_blocks, _ = self._shared
+        geometry = owner.geometry
+        missing = self._depth - device_blocks
         size = missing * geometry.block_bytes if missing > 0 else 0
         if self._record is not None:
             status = self._status
@@ -143,7 +140,7 @@ class Candidate:
     def filling(self) -> int:
         """How many of its blocks and tail have a device copy that is still on its way."""
         count = 1 if self._status & FILLING_DEVICE else 0
-        for first, end in self._shared.filling:
+        for first, end in self._shared[2]:
             if first < self._depth:
                 count += min(end, self._depth) - first
         return count
@@ -185,7 +182,7 @@ class Match:
     _epoch: int
     _exclude: Sequence[Span]
     _filling: tuple[Span, ...]
-    _first: tuple[Candidate, ...] | None  # the first of the candidates, if there is one; None until it was read
+    _first: tuple[Candidate | None] | None  # the first candidate, if there is one; None until it was read
     _host_blocks: int
     _lost_depth: int  # the deepest matched block that lost its snapshot, 0 for none
     _matched_blocks: int
@@ -193,7 +190,7 @@ class Match:
     _path: list[Edge]
     _prompt: Prompt
     _seen: Seen
-    _shared: _Shared | None
+    _shared: Shared | None  # None until a candidate is made
 
     @property
     def prompt(self) -> Prompt:
@@ -244,8 +241,10 @@ class Match:
         """The deepest candidate, or None when only the root is left. Worked out once."""
         first = self._first
         if first is None:
-            first = self._first = tuple(islice(self._offered(self._exclude), 1))
-        return first[0] if first else None
+            best = next(self._offered(self._exclude), None)
+            self._first = (best,)
+            return best
+        return first[0]
 
     @property
     def reason(self) -> Reason:
@@ -275,40 +274,33 @@ class Match:
         """The candidates, deepest first, each made when it is its turn."""
         shared = self._shared
         if shared is None:
-            shared = self._shared = _Shared(self._owner, self._device_blocks, self._filling)
-        if self._owner.snapshots:
-            return _snapshots_on_path(shared, self._prompt, self._seen, self._matched_blocks, exclude)
-        return _block_ends(shared, self._matched_blocks, exclude)
+            shared = self._shared = self._owner, self._device_blocks, self._filling
+        blocks = self._matched_blocks
+        if not self._owner.snapshots:  # every block's end
+            size = self._owner.geometry.block_tokens
+            for depth in range(blocks, 0, -1):
+                if not _inside(depth * size, exclude):
+                    yield Candidate(shared, None, depth, 0)
+            return
+        prompt = self._prompt
+        startswith = prompt._tokens.startswith
+        width = prompt._scheme.block_bytes
+        extra_at = prompt._extras.at if prompt._extras.pairs else _no_extra
+        limit = prompt._num_tokens - 1  # the last token is always computed
+        for snapshots, statuses, count in reversed(self._seen):
+            for place in range(count - 1, -1, -1):
+                snapshot = snapshots[place]
+                depth = snapshot.depth
+                if depth > blocks or snapshot.frontier > limit:
+                    continue
+                tail = snapshot.tail
+                if tail and not (startswith(tail, depth * width) and extra_at(snapshot.frontier) == snapshot.extra):
+                    continue
+                if not exclude or not _inside(snapshot.frontier, exclude):
+                    yield Candidate(shared, snapshot, depth, statuses[place])
 
     def __repr__(self) -> str:
         return f"Match({self.matched_tokens} of {self._prompt.num_tokens} tokens, {len(self.candidates)} candidates)"
-
-
-def _block_ends(shared: _Shared, blocks: int, exclude: Sequence[Span]) -> Iterator[Candidate]:
-    size = shared.owner.geometry.block_tokens
-    for depth in range(blocks, 0, -1):
-        if not _inside(depth * size, exclude):
-            yield Candidate(shared, None, depth, 0)
-
-
-def _snapshots_on_path(
-    shared: _Shared, prompt: Prompt, seen: Seen, blocks: int, exclude: Sequence[Span]
-) -> Iterator[Candidate]:
-    startswith = prompt._tokens.startswith
-    width = prompt._scheme.block_bytes
-    extra_at = prompt._extras.at if prompt._extras.pairs else _no_extra
-    limit = prompt._num_tokens - 1  # the last token is always computed
-    for snapshots, statuses, count in reversed(seen):
-        for place in range(count - 1, -1, -1):
-            snapshot = snapshots[place]
-            depth = snapshot.depth
-            if depth > blocks or snapshot.frontier > limit:
-                continue
-            tail = snapshot.tail
-            if tail and not (startswith(tail, depth * width) and extra_at(snapshot.frontier) == snapshot.extra):
-                continue
-            if not exclude or not _inside(snapshot.frontier, exclude):
-                yield Candidate(shared, snapshot, depth, statuses[place])
 
 
 def _inside(frontier: int, spans: Sequence[Span]) -> bool:

@@ -147,7 +147,7 @@ def integer(op: str, name: str, value: int) -> int:
 
 def count(op: str, name: str, value: int) -> int:
     """`value` as a plain int; InvalidArgument for what is no int or negative."""
-    number = integer(op, name, value)
+    number = value if value.__class__ is int else integer(op, name, value)
     if number < 0:
         raise InvalidArgument(f"{op}: {name} must not be negative, got {number!r}")
     return number

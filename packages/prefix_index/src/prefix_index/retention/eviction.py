@@ -132,7 +132,8 @@ class Eviction:
         count = min(missing, end - max(_same_recency(edge, end), edge.start + edge.host_blocks))
         size = edge.device_blocks - count
         if edge.snapshots:
-            self._drop_below(edge, end - count, freed)
+            for snapshot in self._tree.detach_below(edge, end - count):
+                self._lose(snapshot, freed)
         if not self._feed.silent:
             self._feed.removed(edge, Tier.DEVICE, end - count, end)
         self.take_pages(edge, count, freed)
@@ -313,11 +314,6 @@ class Eviction:
         if snapshot.status & DEVICE_TAIL:
             self._queues.offer_device(edge)  # the tail may have been the last thing below
 
-    def _drop_below(self, edge: Edge, depth: int, freed: FreedHandles) -> None:
-        """Remove the snapshots of `edge` on blocks behind `depth`, which the caller removes; it offers what is left."""
-        for snapshot in self._tree.detach_below(edge, depth):
-            self._lose(snapshot, freed)
-
     def _lose(self, snapshot: Snapshot, freed: FreedHandles) -> None:
         """What is left to do for a snapshot that its edge does not list any more."""
         tree = self._tree
@@ -370,7 +366,8 @@ class Eviction:
         """Give up everything below `root`, deepest first."""
         self._feed.mute(True)
         for edge in reversed(edges_below(root)):
-            self._drop_below(edge, edge.start - 1, freed)
+            for snapshot in self._tree.detach_below(edge, edge.start - 1):
+                self._lose(snapshot, freed)
             if edge is root:
                 break
             if edge.device_blocks:
