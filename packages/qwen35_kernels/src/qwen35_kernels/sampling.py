@@ -1,8 +1,7 @@
 """Choosing the next token: temperature, top-k, top-p, min-p, and noise that belongs to the request.
 
 Every row is decided by itself: from its logits, its own parameters, its seed and its step. The noise is a
-hash of (seed, step), a counter and no generator state, so that neither the batch nor a restart changes what
-is drawn.
+hash of (seed, step) and needs no generator state, so that neither the batch nor a restart changes what is drawn.
 """
 
 import torch
@@ -14,7 +13,11 @@ __all__ = ["log_probabilities", "sample"]
 
 
 def log_probabilities(*, logits: Tensor) -> Tensor:
-    """Log-softmax of logits [..., vocab] over the last axis, float32, a new tensor."""
+    """Log-softmax of logits [..., vocab] over the last axis, float32, a new tensor.
+
+    Raises:
+        KernelInputError: another dtype, or no dimension.
+    """
     check_dtype("log_probabilities", "logits", logits, FLOAT_DTYPES)
     if logits.dim() < 1:
         refuse("log_probabilities", "logits must have at least one dimension", tuple(logits.shape))
@@ -72,6 +75,9 @@ def sample(
     The token drawn is the first, in vocabulary order, whose running sum of kept p exceeds uniform(seed, step)
     times their total; sums are float64. A row without a p (NaN, +inf, or -inf alone) gets the token of temperature 0.
     Nothing is written.
+
+    Raises:
+        KernelInputError: a shape, dtype or device that does not fit, or (on a CPU) a parameter out of range.
     """
     op = "sample"
     check_rank(op, "logits", logits, 2)
