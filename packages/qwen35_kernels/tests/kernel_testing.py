@@ -211,7 +211,7 @@ class GuardedBytes:
 def distant_rows(row_bytes: int, count: int, *, element_bytes: int) -> tuple[Tensor, int]:
     """An arena whose last `count` rows begin beyond 2^31 elements, and the number of the first of them.
 
-    Rows nobody touches are never backed by memory; where not even their addresses can be had, the test is skipped.
+    Rows that are not touched take no memory; where not even their addresses can be had, the test is skipped.
     """
     first = 2**31 * element_bytes // row_bytes + 1
     try:

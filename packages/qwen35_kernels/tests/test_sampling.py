@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernel_testing import assert_close, assert_same_bits, generator
 from qwen35_kernels import KernelInputError, log_probabilities, reference, sample
-from qwen35_kernels.sampling import uniform_noise
+from qwen35_kernels.sampling import _filtered, uniform_noise
 
 
 def parameters(rows: int, **changes: object) -> dict[str, Tensor]:
@@ -66,6 +66,62 @@ def test_equal_logits_stay_together() -> None:
         drawn = {int(sample(logits=logits, **parameters(1, seeds=seed, **settings))) for seed in range(200)}
         assert drawn == {1, 2, 3}
     assert int(sample(logits=logits, **parameters(1, temperature=0.0))) == 1
+
+
+def filtered_by_sorting(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The filters over each row's whole vocabulary in order."""
+    vocab = weights.shape[1]
+    limit = torch.where(top_k > 0, top_k.clamp_max(vocab), vocab)
+    ordered = weights.sort(dim=1, descending=True).values
+    last = ordered.gather(1, (limit - 1).unsqueeze(1))
+    ordered = ordered.masked_fill(ordered < last, 0.0)
+    running = ordered.cumsum(1)
+    inside = running - ordered < top_p.unsqueeze(1) * running[:, -1:]
+    nucleus = ordered.gather(1, inside.sum(1, keepdim=True).clamp_min_(1) - 1)
+    floor = torch.maximum(min_p.unsqueeze(1), torch.where(top_p.unsqueeze(1) < 1, nucleus, last))
+    return weights.masked_fill(weights < floor, 0.0)
+
+
+VOCAB = 20_000
+ROWS = {
+    "peaked": lambda rng: torch.randn(VOCAB, generator=rng) * 6,
+    "flat": lambda rng: torch.randn(VOCAB, generator=rng) * 0.1,
+    "uniform": lambda rng: torch.zeros(VOCAB),
+    "ties": lambda rng: (torch.randn(VOCAB, generator=rng) * 3).round(),
+    "few": lambda rng: torch.full((VOCAB,), -math.inf).index_fill_(0, torch.randperm(VOCAB, generator=rng)[:300], 1.0),
+    "underflow": lambda rng: torch.randn(VOCAB, generator=rng) * 2000,
+    "one": lambda rng: torch.zeros(VOCAB).index_fill_(0, torch.tensor([77]), 1000.0),
+    "nan": lambda rng: torch.randn(VOCAB, generator=rng).index_fill_(0, torch.tensor([5]), math.nan),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_largest_weights_decide_as_the_whole_vocabulary_does(name: str) -> None:
+    """Wherever the nucleus ends and however many weights are equal there: before the first guess, behind it, at it."""
+    rng = generator(64)
+    settings = [
+        (top_k, top_p, min_p)
+        for top_k in (0, 1, 40, 255, 256, 257, 4095, 4096, 4097, VOCAB - 1, VOCAB)
+        for top_p in (1e-300, 0.01, 256 / VOCAB, 0.5, 4096 / VOCAB, 0.9, 0.95, 1 - 2**-53, 1.0)
+        for min_p in (0.0, 0.3)
+    ]
+    logits = ROWS[name](rng).expand(len(settings), -1)
+    weights = (logits - logits.amax(1, keepdim=True)).double().exp()
+    top_k, top_p, min_p = zip(*settings, strict=True)
+    given = torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), torch.tensor(min_p, dtype=torch.float64)
+    assert_same_bits(_filtered(weights, *given), filtered_by_sorting(weights, *given))
+
+
+@pytest.mark.parametrize("spread", [0.5, 2.0, 6.0])
+def test_random_rows_keep_what_the_whole_vocabulary_in_order_keeps(spread: float) -> None:
+    rng = generator(65)
+    weights = torch.randn(64, VOCAB, generator=rng, dtype=torch.float64).mul_(spread)
+    weights = weights.sub_(weights.amax(1, keepdim=True)).exp_()
+    top_k = torch.randint(0, 400, (64,), generator=rng) * torch.randint(0, 2, (64,), generator=rng)
+    top_p = torch.rand(64, generator=rng, dtype=torch.float64).clamp_min_(1e-3)
+    top_p[::7] = 1.0
+    min_p = torch.zeros(64, dtype=torch.float64)
+    assert_same_bits(_filtered(weights, top_k, top_p, min_p), filtered_by_sorting(weights, top_k, top_p, min_p))
 
 
 def test_a_row_does_not_depend_on_the_batch() -> None:

@@ -24,7 +24,7 @@ class GatedCopies:
     def __call__(self, copies, direction):
         (copy,) = copies
         if not self.gate.acquire(timeout=60):
-            raise AssertionError("nobody opened the gate")
+            raise AssertionError("the gate was not opened")
         copy_now(copies, direction)
         self.made.append(copy.device_offset // copy.device_pitch)
         self.threads.add(threading.get_ident())
@@ -206,7 +206,7 @@ def test_submit_waits_for_room(gated):
     assert copies.made == [0, 1, 2]
 
 
-def test_an_error_in_the_thread_reaches_nobody_s_stack(gated, recwarn):
+def test_an_error_in_the_thread_reaches_no_other_stack(gated, recwarn):
     _, _, pool = gated
 
     def broken(copies, direction):

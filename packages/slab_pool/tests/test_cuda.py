@@ -183,7 +183,7 @@ def test_a_failed_ticket_is_waited_for_by_result_and_by_the_next_stream(bench):
     stream.close()
 
 
-def test_a_lost_device_fails_every_ticket_and_hangs_nobody(bench):
+def test_a_lost_device_fails_every_ticket_and_hangs_no_thread(bench):
     first, second = bench.submit(1, 2), bench.submit(3)
     while not first.part(0).ready():
         assert bench.cuda.step()

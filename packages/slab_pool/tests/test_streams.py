@@ -1,4 +1,4 @@
-"""The laws every copy stream obeys, whoever copies: the CPU's thread, a CUDA device (also a fake one), the double.
+"""The laws of every copy stream, whatever copies: the CPU's thread, a CUDA device (also a fake one), the double.
 
 In the fake device and the double, nothing moves unless it is waited for or stepped, so a missing order shows.
 """
@@ -194,7 +194,7 @@ def test_a_copy_that_fails_at_any_place(make, failing):
         for index, page in enumerate((1, 3, 5)):
             for number, (begin, end) in enumerate(PARTS):
                 if index == bad and number == part:
-                    continue  # what a failed copy left is nobody's business
+                    continue  # what a failed copy left is not defined
                 landed = index != bad or number < part
                 expected = want[page + 4, begin:end] if landed else before[page, begin:end]
                 if landed or not isinstance(bench.stream, ManualCopyStream):

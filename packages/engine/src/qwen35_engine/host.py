@@ -1,6 +1,6 @@
 """The Host tier: slabs, and the batches that move pages and states between them and the device.
 
-Bytes and tickets; no tokens. What a slab holds for whom is the index's business.
+It knows bytes and tickets, and no tokens. What a slab holds is the index's business.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Tail:
 
 @dataclass(frozen=True, kw_only=True)
 class HostStats:
-    """Gauges and totals of the Host tier: slabs, bytes that have landed in each direction, and what is on its way."""
+    """Gauges and totals of the Host tier: slabs, bytes that have landed in each direction, and what is in flight."""
 
     slabs_free: int
     slabs_total: int
@@ -49,13 +49,21 @@ class HostStats:
 
 @dataclass(frozen=True)
 class Restore:
-    """A restore on its way. Its parts land in the order in which a forward pass reads them: the prelude (tails, the
-    hidden state), then one part per layer of the model."""
+    """A restore in flight.
+
+    Its parts land in the order in which a forward pass reads them: the prelude (tails, the hidden state), then one
+    part per layer of the model.
+    """
 
     ticket: Ticket
     stream: CopyStream
 
     def wait_for_prelude(self) -> None:
+        """Order the compute stream behind the prelude (on a CPU: wait for it).
+
+        Raises:
+            CopyFailed: it will not come.
+        """
         self.ticket.part(0).wait_on(self.stream.compute_stream())
 
     def wait_for_layer(self, layer: int) -> None:
@@ -132,15 +140,30 @@ class HostTier:
         return self._pool.num_slabs
 
     def acquire(self, count: int) -> tuple[int, ...]:
+        """Take slabs.
+
+        Raises:
+            PoolExhausted: fewer are free; none is taken.
+            HostMemoryError: their memory could not be touched or page-locked.
+        """
         return self._pool.acquire(count)
 
     def release(self, slabs: Sequence[int]) -> None:
+        """Give slabs back.
+
+        Raises:
+            StaleSlab: one was not acquired; none is given back.
+        """
         self._pool.release(slabs)
 
     def write(
         self, pages: Sequence[int], slabs: Sequence[int], images: Sequence[Image], tails: Sequence[Tail]
     ) -> Ticket:
-        """Start copying pages, images and tails to their slabs, as one batch behind what is computed so far."""
+        """Start copying pages, images and tails to their slabs, as one batch behind what is computed so far.
+
+        Raises:
+            StaleSlab: a slab was not acquired.
+        """
         copies = self._page_copies(self._runs(pages, slabs))
         for image in images:
             copies += self._image_copies(image, 0, self._memory.state_layout.image_bytes)
@@ -151,7 +174,11 @@ class HostTier:
     def restore(
         self, pages: Sequence[int], slabs: Sequence[int], image: Image | None, tails: Sequence[Tail]
     ) -> Restore:
-        """Start copying slabs to pages, an image to its slot, tails to their pages, in the order of a forward pass."""
+        """Start copying slabs to pages, an image to its slot, tails to their pages, in the order of a forward pass.
+
+        Raises:
+            StaleSlab: a slab was not acquired.
+        """
         states, runs = self._memory.state_layout, self._runs(pages, slabs)
         prelude = self._page_copies(self._runs([tail.page for tail in tails], [tail.slab for tail in tails]))
         if image is not None:
@@ -171,16 +198,16 @@ class HostTier:
 
     @property
     def restoring_bytes(self) -> int:
-        """Bytes on their way to the device."""
+        """Bytes in flight to the device."""
         return self._reads.statistics().in_flight_bytes
 
     @property
     def restoring(self) -> bool:
-        """Whether a restore is on its way."""
+        """Whether a restore is in flight."""
         return self._reads.statistics().in_flight_batches > 0
 
     def poll(self) -> list[Ticket]:
-        """What has landed since the last call; never waits.
+        """The batches that landed since the last call. Never waits.
 
         Raises:
             CopyFailed: a copy failed. The engine cannot go on.
@@ -188,7 +215,7 @@ class HostTier:
         return [*self._reads.poll(), *self._writes.poll()]
 
     def drain(self) -> None:
-        """Wait until nothing is on its way."""
+        """Wait until nothing is in flight. `poll` raises what failed, not this."""
         self._reads.drain()
         self._writes.drain()
 
@@ -201,7 +228,7 @@ class HostTier:
         self._pool.check_invariants()
 
     def stats(self) -> HostStats:
-        """May be asked from any thread."""
+        """Counts as of now. Any thread may ask."""
         pool, reads, writes = self._pool.statistics(), self._reads.statistics(), self._writes.statistics()
         return HostStats(
             slabs_free=pool.num_slabs - pool.num_used,

@@ -18,7 +18,7 @@ __all__ = ["KernelSampler", "Sampler", "SamplingRow"]
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """Whose row of logits this is: the request, how it samples, its seed, and which of its tokens is drawn (from 0)."""
+    """The request of a row of logits, how it samples, its seed, and which of its tokens is drawn (from 0)."""
 
     request_id: int
     params: SamplingParams

@@ -40,7 +40,11 @@ __all__ = [
 
 
 def attention_gate(*, o: Tensor, gate: Tensor) -> Tensor:
-    """o * sigmoid(gate), elementwise in fp32, in o's dtype. One shape; fp32 or bf16; returns a new tensor."""
+    """o * sigmoid(gate), elementwise in fp32, in o's dtype. One shape; fp32 or bf16; returns a new tensor.
+
+    Raises:
+        KernelInputError: a shape, dtype or device that does not fit.
+    """
     check_dtype("attention_gate", "o", o, FLOAT_DTYPES)
     check_dtype("attention_gate", "gate", gate, FLOAT_DTYPES)
     check_shape("attention_gate", "gate", gate, tuple(o.shape))
@@ -146,6 +150,9 @@ def merge_attention_states(*, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     marks a partition without keys, whose o is not read; where all are, o is 0 and lse -inf. Computed in
     fp32. Returns new tensors (o [T, H, D] in o's dtype, lse [T, H]); a token's bits depend on that token
     only.
+
+    Raises:
+        KernelInputError: a shape, dtype or device that does not fit, or no partition.
     """
     op = "merge_attention_states"
     check_rank(op, "o", o, 4)

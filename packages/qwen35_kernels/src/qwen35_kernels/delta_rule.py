@@ -48,6 +48,9 @@ def delta_gates(*, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tupl
 
     a, b [T, HV] in fp32 or bf16, any strides; a_log, dt_bias [HV]. New tensors; an element's bits depend on
     its own inputs only.
+
+    Raises:
+        KernelInputError: a shape, dtype or device that does not fit.
     """
     op = "delta_gates"
     if not (

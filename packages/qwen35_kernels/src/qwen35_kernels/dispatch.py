@@ -1,4 +1,4 @@
-"""Which implementation runs: the one module that imports Triton, and only when it is wanted.
+"""Which implementation runs. No other module imports Triton; this one does so only where it is to run.
 
 The device of the tensors decides: Triton on CUDA where it is installed, torch otherwise. The environment
 variable QWEN35_KERNELS_BACKEND (auto, torch or triton; read once) forces one; triton on a CPU needs its
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qwen35_kernels.contracts import refuse
 
-__all__ = ["triton_backend", "triton_for"]
+__all__ = ["triton_for"]
 
 _VARIABLE = "QWEN35_KERNELS_BACKEND"
 
@@ -33,16 +33,15 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def triton_backend() -> ModuleType:
-    """The Triton implementations; refuses where triton is not installed."""
-    if not _installed():
-        refuse("dispatch", "triton must be installed (the extra qwen35-kernels[triton])", "no triton")
-    return importlib.import_module("qwen35_kernels.triton")
-
-
 def triton_for(x: Tensor) -> ModuleType | None:
-    """The Triton implementations where they are to run on the device of x, else None."""
+    """The Triton implementations where they are to run on the device of x, else None.
+
+    Raises:
+        KernelInputError: they are forced and not installed, or the variable has another value.
+    """
     choice = _choice()
     if choice == "torch" or (choice == "auto" and (x.device.type != "cuda" or not _installed())):
         return None
-    return triton_backend()
+    if not _installed():
+        refuse("dispatch", "triton must be installed (the extra qwen35-kernels[triton])", "no triton")
+    return importlib.import_module("qwen35_kernels.triton")

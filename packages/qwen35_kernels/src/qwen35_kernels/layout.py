@@ -195,12 +195,20 @@ class PageLayout:
             object.__setattr__(self, name, derived)
 
     def layer_range(self, layer: int) -> ByteRange:
-        """The bytes of one layer inside a record."""
+        """The bytes of one layer inside a record.
+
+        Raises:
+            KernelInputError: no such layer.
+        """
         self._check_layer(layer)
         return ByteRange(layer * self.layer_bytes, (layer + 1) * self.layer_bytes)
 
     def kv(self, arena: Tensor, layer: int) -> LayerKV:
-        """One layer's keys and values in `arena`, uint8 [P, page_bytes]."""
+        """One layer's keys and values in `arena`, uint8 [P, page_bytes].
+
+        Raises:
+            KernelInputError: no such layer, or another kind of arena.
+        """
         self._check_layer(layer)
         _check_arena("PageLayout", arena, self.page_bytes)
         begin = layer * self.layer_bytes
@@ -224,8 +232,10 @@ class PageLayout:
 
 @dataclass(frozen=True, eq=False)
 class LayerKV:
-    """One layer's keys and values in an arena of pages, as the ops over pages take them. Made and checked once, by
-    `PageLayout.kv`."""
+    """One layer's keys and values in an arena of pages, as the ops over pages take them.
+
+    Made and checked once, by `PageLayout.kv`.
+    """
 
     layout: PageLayout
     num_pages: int
@@ -278,7 +288,11 @@ class StateLayout:
             object.__setattr__(self, field_name, derived)
 
     def layer_range(self, layer: int) -> ByteRange:
-        """The bytes of one layer (recurrent state, then conv history) inside an image."""
+        """The bytes of one layer (recurrent state, then conv history) inside an image.
+
+        Raises:
+            KernelInputError: no such layer.
+        """
         self._check_layer(layer)
         return ByteRange(layer * self.layer_bytes, (layer + 1) * self.layer_bytes)
 
@@ -288,21 +302,33 @@ class StateLayout:
         return ByteRange(begin, begin + self.hidden_size * self.hidden_dtype.itemsize)
 
     def recurrent(self, arena: Tensor, layer: int) -> Tensor:
-        """The recurrent states of a layer, a float32 view [S, HV, K, V]."""
+        """The recurrent states of a layer, a float32 view [S, HV, K, V].
+
+        Raises:
+            KernelInputError: no such layer, or another kind of arena.
+        """
         self._check_layer(layer)
         _check_arena("StateLayout", arena, self.image_bytes)
         shape = (self.num_value_heads, self.key_dim, self.value_dim)
         return _arena_view(arena, layer * self.layer_bytes, torch.float32, shape)
 
     def conv(self, arena: Tensor, layer: int) -> Tensor:
-        """The conv histories of a layer, a view [S, C, W - 1], oldest column first."""
+        """The conv histories of a layer, a view [S, C, W - 1], oldest column first.
+
+        Raises:
+            KernelInputError: no such layer, or another kind of arena.
+        """
         self._check_layer(layer)
         _check_arena("StateLayout", arena, self.image_bytes)
         shape = (self.conv_channels, self.conv_width - 1)
         return _arena_view(arena, layer * self.layer_bytes + self._conv_offset, self.conv_dtype, shape)
 
     def hidden(self, arena: Tensor) -> Tensor:
-        """The continuation hiddens, a view [S, hidden]."""
+        """The continuation hiddens, a view [S, hidden].
+
+        Raises:
+            KernelInputError: another kind of arena.
+        """
         _check_arena("StateLayout", arena, self.image_bytes)
         return _arena_view(arena, self.hidden_range().begin, self.hidden_dtype, (self.hidden_size,))
 

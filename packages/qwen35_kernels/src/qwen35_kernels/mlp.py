@@ -16,6 +16,9 @@ def swiglu(*, gate_up: Tensor) -> Tensor:
 
     gate_up [T, 2 I] in fp32 or bf16, any strides. Computed in fp32, rounded once to the input's dtype;
     returns a new contiguous [T, I]. An element's bits depend on its two inputs only.
+
+    Raises:
+        KernelInputError: another rank or dtype, or an odd number of columns.
     """
     check_rank("swiglu", "gate_up", gate_up, 2)
     check_dtype("swiglu", "gate_up", gate_up, FLOAT_DTYPES)

@@ -18,6 +18,9 @@ def moe_route(*, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
     The top_k largest of softmax(logits), divided by their sum, largest first; equal logits go to the lower
     expert. Computed in fp32; new tensors; a token's result depends on its own logits only.
+
+    Raises:
+        KernelInputError: another rank or dtype, or a top_k outside [1, E].
     """
     op = "moe_route"
     check_rank(op, "logits", logits, 2)
@@ -38,6 +41,9 @@ def moe_experts(*, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ex
     and projection; contributions are added in the order of expert numbers, in fp32, and rounded once.
     Returns a new [T, H] in x's dtype. Matrix products depend on the number of rows: equal up to rounding in
     another batch.
+
+    Raises:
+        KernelInputError: a shape, dtype or device that does not fit, or (on a CPU) an expert out of range.
     """
     op = "moe_experts"
     check_rank(op, "x", x, 2)
@@ -91,6 +97,9 @@ def moe_combine_shared(*, routed: Tensor, shared: Tensor, gate: Tensor) -> Tenso
     """routed + sigmoid(gate) * shared, with routed and shared [T, H] of one dtype and gate [T, 1] logits.
 
     Computed in fp32, rounded once to routed's dtype; a new tensor.
+
+    Raises:
+        KernelInputError: a shape, dtype or device that does not fit.
     """
     op = "moe_combine_shared"
     check_rank(op, "routed", routed, 2)

@@ -62,6 +62,9 @@ def rms_norm(*, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x [..., D] and weight [D] in fp32 or bf16, any strides. Computed in fp32 and rounded once to x's dtype.
     The result is a new tensor; nothing else is written. A row's bits depend on that row and the weight
     only.
+
+    Raises:
+        KernelInputError: a shape, dtype or device that does not fit, or an eps outside [0, 1).
     """
     _check("rms_norm", x, weight, eps)
     backend = triton_for(x)
@@ -76,6 +79,9 @@ def gated_rms_norm(*, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Te
 
     x and gate [..., D] of one shape, weight [D] (not zero-centred); fp32 or bf16, any strides. Computed in
     fp32 and rounded once to x's dtype. The result is a new tensor; a row's bits depend on that row only.
+
+    Raises:
+        KernelInputError: a shape, dtype or device that does not fit, or an eps outside [0, 1).
     """
     _check("gated_rms_norm", x, weight, eps)
     if gate.shape != x.shape or gate.dtype not in FLOAT_DTYPES or gate.device != x.device:

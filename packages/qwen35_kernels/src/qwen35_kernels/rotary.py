@@ -24,7 +24,11 @@ __all__ = ["qk_norm_rotary", "rotary_frequencies", "rotary_tables"]
 
 
 def rotary_frequencies(*, rotary_dim: int, theta: float) -> Tensor:
-    """theta ** (-2 i / rotary_dim) for i in [0, rotary_dim / 2), float32 on the CPU."""
+    """theta ** (-2 i / rotary_dim) for i in [0, rotary_dim / 2), float32 on the CPU.
+
+    Raises:
+        KernelInputError: an odd rotary_dim or one below 2, or theta not above 1.
+    """
     if rotary_dim < 2 or rotary_dim % 2:
         refuse("rotary_frequencies", "rotary_dim must be even and at least 2", rotary_dim)
     if not theta > 1.0:
@@ -41,6 +45,9 @@ def rotary_tables(
     then `sections` [A] says how many frequencies each axis owns, interleaved: frequency i belongs to axis i
     % A while i < A * sections[i % A], else to axis 0. The angle is a float32 product, as in the published
     model: at large positions its rounding is part of what the model was trained with.
+
+    Raises:
+        KernelInputError: a shape, dtype or device that does not fit, or sections that do not add up.
     """
     op = "rotary_tables"
     if positions.dim() not in (1, 2):
@@ -94,6 +101,9 @@ def qk_norm_rotary(
         y[i] = x'[i] cos - x'[i + R/2] sin,    y[i + R/2] = x'[i + R/2] cos + x'[i] sin
 
     Computed in fp32, rounded once. Returns new contiguous tensors; nothing else is written.
+
+    Raises:
+        KernelInputError: a shape, dtype or device that does not fit, or an eps outside [0, 1).
     """
     op = "qk_norm_rotary"
     check_eps(op, eps)

@@ -1,7 +1,7 @@
 """What a copy stream is given: batches of parts, each a list of strided copies described in numbers.
 
-A copy is described, not viewed: building a torch view costs the owner's thread microseconds, a tuple does not,
-and a copy engine wants addresses and pitches anyway.
+A copy is described in numbers: building a torch view costs the owner's thread microseconds, a tuple does not, and
+a copy engine takes addresses and pitches.
 """
 
 from __future__ import annotations
@@ -86,7 +86,11 @@ class CopyBatch:
 
     @classmethod
     def of(cls, direction: Direction, parts: Iterable[tuple[str, Iterable[Copy]]]) -> CopyBatch:
-        """A batch of `(name, copies)` parts. ValueError for none: a batch without a part has nothing to wait for."""
+        """A batch of `(name, copies)` parts.
+
+        Raises:
+            ValueError: there is no part, hence nothing to wait for.
+        """
         made = tuple(BatchPart(name, tuple(copies)) for name, copies in parts)
         if not made:
             raise ValueError("CopyBatch.of: at least one part must be given, got none")
@@ -99,9 +103,18 @@ def record_copies(
 ) -> list[Copy]:
     """Bytes `[begin, end)` of every record of `runs`, one copy a run.
 
-    `arena` is the device's `uint8[num_records, record_bytes]`, contiguous; the record starts at `slab_begin` in
-    its slab. Rows that touch each other on both sides become one contiguous copy. ValueError for another arena,
-    for bytes or records outside arena or slab, and for runs of a pool of another shape.
+    Rows that touch each other on both sides become one contiguous copy.
+
+    Args:
+        pool: where the slabs are.
+        arena: the device's `uint8[num_records, record_bytes]`, contiguous.
+        runs: pairs of records and slabs, from `pool.plan_runs`.
+        begin: first byte of every record.
+        end: behind the last byte.
+        slab_begin: where a record starts in its slab.
+
+    Raises:
+        ValueError: another kind of arena, bytes or records outside arena or slab, or runs of a pool of another shape.
     """
     flat, record_bytes = _flat_arena("record_copies", arena)
     if not (0 <= begin < end <= record_bytes and 0 <= slab_begin <= pool.slab_bytes - end):
@@ -135,9 +148,13 @@ def record_copies(
 def image_copies(pool: SlabPool, arena: Tensor, index: int, handles: Sequence[int], begin: int, end: int) -> list[Copy]:
     """Bytes `[begin, end)` of image `index`, packed over the slabs `handles` in their order.
 
-    `arena` is the device's `uint8[num_images, image_bytes]`, contiguous. Slabs that follow each other in one
-    chunk are copied as one piece. ValueError for another arena, an index or bytes outside it, or a wrong number of
-    slabs; StaleSlab for a bad handle.
+    `arena` is the device's `uint8[num_images, image_bytes]`, contiguous. Pieces that touch each other, in the image
+    and in neighbouring slabs, become one copy.
+
+    Raises:
+        ValueError: another kind of arena, an index or bytes outside it, or another number of slabs than an image takes.
+        StaleSlab: a handle names no acquired slab.
+        PoolClosed: the pool is closed.
     """
     flat, image_bytes = _flat_arena("image_copies", arena)
     if not (0 <= begin <= end <= image_bytes and 0 <= index < arena.shape[0]):

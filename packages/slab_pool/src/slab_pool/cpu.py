@@ -1,4 +1,4 @@
-"""The copy stream of a CPU: one background thread, so that copies are really on their way."""
+"""The copy stream of a CPU: one background thread, so that copies run beside the caller's work."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class HostCompletion:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._landed = 0
-        # The fewest parts anybody waits for: a waiter that is woken for every part takes the interpreter's lock from
-        # the thread that copies, each time.
+        # The fewest parts that a thread waits for: a waiter that is woken for every part takes the interpreter's lock
+        # from the thread that copies, each time.
         self._wanted = _NEVER
         self._finished = False
         self._seconds = 0.0
@@ -120,7 +120,7 @@ class CpuCopyStream(CopyStream):
     """`CopyStream` between Host memory and arenas in the same memory.
 
     `after` may be `CALLING_THREAD` (from `compute_stream()`) or a ticket of any stream; the background thread
-    waits for the ticket. A batch behind a ticket that failed still runs, for the order is all it asked for.
+    waits for the ticket. A batch behind a ticket that failed still runs: `after` asks for an order and nothing else.
     `copy` is a seam for tests.
     """
 
@@ -171,7 +171,7 @@ class CpuCopyStream(CopyStream):
                     return
                 batch, after, completion = self._queue.popleft()
             seconds, error = self._run_batch(batch, after, completion)
-            del batch, after  # whoever drops an arena once the batch is done wants its memory back
+            del batch, after  # a caller that drops an arena once the batch is done gets its memory back
             completion.finish(seconds=seconds, error=error)
             del completion, error
 
@@ -192,12 +192,20 @@ class CpuCopyStream(CopyStream):
 
 
 def check_calling_thread(op: str, compute: Any) -> None:
-    """TypeError unless `compute` is what a CPU stream's `compute_stream()` returns."""
+    """Check that `compute` is what a CPU stream's `compute_stream()` returns.
+
+    Raises:
+        TypeError: it is not.
+    """
     if not isinstance(compute, CallingThread):
         raise TypeError(f"{op}: the compute stream of a CPU is CALLING_THREAD, got {compute!r}")
 
 
 def check_host_prerequisite(after: Any) -> None:
-    """TypeError unless `after` is something a thread can wait for."""
+    """Check that a thread can wait for `after`.
+
+    Raises:
+        TypeError: it cannot.
+    """
     if not isinstance(after, (CallingThread, Ticket)):
         raise TypeError(f"submit: after must be CALLING_THREAD or a ticket, got {after!r}")

@@ -48,7 +48,7 @@ class EventCompletion:
         try:
             while landed < len(self._events) and self._events[landed].query():
                 landed += 1
-        except Exception as error:  # the device reports here what went wrong in any of its earlier work
+        except Exception as error:  # the device reports here what failed in any of its earlier work
             self._landed = landed
             self._fail(error)
         # Several threads may ask: each writes only what it has seen itself, so that none can count a part twice.
@@ -103,21 +103,24 @@ class EventCompletion:
         return float(self._begin.elapsed_time(self._events[-1])) / 1000.0
 
     def last_event(self) -> Any | None:
-        """What another stream of the device has to wait for; None where there is nothing left to wait for."""
+        """What another stream of the device has to wait for, or None where nothing is left to wait for."""
         return self._fence if self.error is not None else self._events[-1]
 
 
 class CudaCopyStream(CopyStream):
     """`CopyStream` between page-locked Host memory and one CUDA device.
 
-    It owns a non-blocking stream (from torch's pool), so nothing orders it implicitly: `after` is a CUDA stream
-    (everything queued there now), a CUDA event, or a ticket. `compute_stream()` is torch's current stream.
+    It owns a non-blocking stream (from torch's pool), so no other stream orders it implicitly: `after` is a CUDA
+    stream (everything queued there now), a CUDA event, or a ticket. `compute_stream()` is torch's current stream.
 
     Contiguous copies go through torch. For strided ones the first of these that proves asynchronous here is
-    used: torch's own 2-D copy, the CUDA runtime's, one copy a row. `transport` names it and `trials` says what was
-    seen; `transport=` skips the trial.
+    used: torch's own 2-D copy, the CUDA runtime's, one copy a row. `transport=` skips the trial. `cuda` (what
+    `torch.cuda` offers), `contiguous` and `registrar` are seams for tests.
 
-    `cuda` (what `torch.cuda` offers), `contiguous` and `registrar` are seams for tests.
+    Attributes:
+        device: the CUDA device.
+        transport: how strided copies are enqueued.
+        trials: what was seen of each way that was tried.
     """
 
     def __init__(

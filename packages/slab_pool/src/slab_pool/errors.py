@@ -1,4 +1,4 @@
-"""What can go wrong, in one place.
+"""The errors of this package.
 
 SlabPoolError
 ├── HostMemoryError      the system refused Host memory (also a MemoryError)
@@ -6,7 +6,7 @@ SlabPoolError
 ├── StaleSlab            a handle that is released, foreign or made up (also a LookupError)
 ├── PoolClosed           the pool or the copy stream was closed (also a RuntimeError)
 ├── CopyFailed           a batch of copies did not land; carries the ticket, hence defined in `tickets`
-├── WouldBlock           a test double was asked to wait for copies nobody told it to land
+├── WouldBlock           a test double was asked to wait for copies that were not told to land
 └── ImageError           an image file
     ├── ImageCancelled   the caller's `cancelled()` said so
     ├── ImageDamaged     length, checksum, magic or version are not what they should be
@@ -20,11 +20,15 @@ from __future__ import annotations
 
 
 class SlabPoolError(Exception):
-    """Base of everything this package raises by itself."""
+    """Base of every error that this package defines."""
 
 
 class HostMemoryError(SlabPoolError, MemoryError):
-    """The system refused Host memory: never the device's. `num_bytes` is what was asked for."""
+    """The system refused Host memory, never a device's.
+
+    Attributes:
+        num_bytes: what was asked for.
+    """
 
     def __init__(self, message: str, *, num_bytes: int) -> None:
         super().__init__(message)
@@ -36,7 +40,7 @@ class PoolExhausted(SlabPoolError):
 
 
 class StaleSlab(SlabPoolError, LookupError):
-    """A slab handle that this pool has not out: released before, another pool's, or no handle at all."""
+    """A handle that names no acquired slab of this pool: released before, another pool's, or no handle at all."""
 
 
 class PoolClosed(SlabPoolError, RuntimeError):
@@ -44,7 +48,7 @@ class PoolClosed(SlabPoolError, RuntimeError):
 
 
 class WouldBlock(SlabPoolError):
-    """A wait that could only be ended by the waiting thread itself (test doubles)."""
+    """A wait that only the waiting thread itself could end (test doubles)."""
 
 
 class ImageError(SlabPoolError):
@@ -60,4 +64,4 @@ class ImageDamaged(ImageError):
 
 
 class ImageUnsuitable(ImageError):
-    """A sound file that does not fit the pool it was to be loaded into."""
+    """An undamaged file whose slabs do not fit the pool."""

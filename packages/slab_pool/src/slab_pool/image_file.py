@@ -1,4 +1,4 @@
-"""Slabs to a file and back: all of it or nothing, in one sequential pass."""
+"""Slabs to a file and back: all of them or none, in one sequential pass."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ class ImageTransfer:
 
 
 def temporary_path(path: str | os.PathLike[str]) -> Path:
-    """Where an image for `path` is written before it is complete. The same each time, so that what a killed
-    process left behind is overwritten by the next save."""
+    """Where an image for `path` is written before it is complete.
+
+    It is the same each time, so that the next save overwrites what a killed process left behind.
+    """
     path = Path(path)
     return path.with_name(path.name + ".tmp")
 
@@ -59,11 +61,25 @@ def save_image(
 ) -> ImageTransfer:
     """Write the slabs `handles`, in this order and with the caller's `tables` before them, to `path`.
 
-    Written beside it (`temporary_path`), made durable, then renamed over it: until the last moment a file that
-    was at `path` stays as it was, whatever happens, and the temporary file is removed. `cancelled` is asked
-    before every slab and before the rename; then ImageCancelled. A disk that is full, or any other refusal of
-    the system, is the OSError it is; StaleSlab for a bad handle, ValueError for more than 64 tables. The slabs' copies
-    must have landed.
+    The file is written beside it (`temporary_path`), made durable, then renamed over it: until the last moment a file
+    that was at `path` stays as it was, and after an error the temporary file is removed. The slabs' copies must have
+    landed.
+
+    Args:
+        path: of the image.
+        pool: where the slabs are.
+        handles: of the slabs.
+        tables: bytes of the caller's, at most 64 pieces.
+        progress: called before every slab and at the end.
+        cancelled: asked before every slab and before the rename.
+        write: a seam for tests.
+
+    Raises:
+        ImageCancelled: `cancelled` became true.
+        StaleSlab: a handle names no acquired slab.
+        ValueError: more than 64 tables.
+        OSError: the disk is full, or the system refused otherwise.
+        PoolClosed: the pool is closed.
     """
     path = Path(path)
     temporary = temporary_path(path)
@@ -131,13 +147,22 @@ def _check_cancelled(cancelled: Callable[[], bool] | None, what: str) -> None:
 
 
 class ImageFile:
-    """An image file opened for reading. Header, tables and trailer are read and checked here; no slab is.
+    """An image file opened for reading.
 
-    So the caller can look at `tables` and choose before a byte of a slab is read. ImageDamaged for anything
-    that is not as it was written, FileNotFoundError where there is none.
+    Opening reads and checks header, tables and trailer, and no slab: the caller can look at `tables` and choose before
+    a byte of a slab is read.
+
+    Attributes:
+        tables: the caller's bytes, as they were saved.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open it.
+
+        Raises:
+            ImageDamaged: something is not as it was written.
+            OSError: it cannot be read (FileNotFoundError where there is none).
+        """
         self.path = Path(path)
         self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
@@ -191,12 +216,21 @@ class ImageFile:
         progress: Progress | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> tuple[int, ...]:
-        """Read slabs (all, or those at `ordinals`, in that order) into newly acquired ones; their handles.
+        """Read slabs (all, or those at `ordinals`, in that order) into newly acquired ones.
 
-        All or nothing: on any error every slab acquired here is free again. ImageUnsuitable for another slab
-        size, IndexError for an ordinal the file lacks, PoolExhausted for too small a pool, ImageDamaged for a wrong
-        byte in any slab that was to be read, ImageCancelled when `cancelled` says so before one, ValueError after
-        `close()`.
+        All or nothing: on any error every slab acquired here is free again.
+
+        Returns:
+            The handles of the slabs.
+
+        Raises:
+            ImageUnsuitable: its slabs have another size than the pool's.
+            IndexError: the file has no such ordinal.
+            PoolExhausted: the pool has too few free slabs.
+            ImageDamaged: a slab that was to be read is not as it was written.
+            ImageCancelled: `cancelled`, asked before every slab, became true.
+            ValueError: after `close()`.
+            OSError: the file cannot be read.
         """
         if not self._open:  # by now the system may have given the descriptor to another file
             raise ValueError(f"load: the image file must be open, got {self.path} after close()")

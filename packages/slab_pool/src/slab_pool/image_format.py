@@ -1,4 +1,4 @@
-"""The bytes of an image file around the slabs: header, tables, trailer. Pure; no files in here.
+"""The bytes of an image file around the slabs: header, tables, digests, trailer. Pure: no file is opened here.
 
 All numbers little-endian. In order:
 
@@ -45,7 +45,7 @@ FIXED_BYTES = _FIXED.size
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What the header says. Offsets and sizes below follow from it."""
+    """What the header says. Its offsets and sizes follow from that."""
 
     slab_bytes: int
     num_slabs: int
@@ -84,7 +84,11 @@ def header_bytes(num_tables: int) -> int:
 
 
 def encode_front(slab_bytes: int, num_slabs: int, tables: Sequence[bytes]) -> tuple[ImageHeader, bytes]:
-    """Header, tables and padding: everything before the slabs."""
+    """Header, tables and padding: everything before the slabs.
+
+    Raises:
+        ValueError: more than 64 tables.
+    """
     if len(tables) > MAX_TABLES:
         raise ValueError(f"save_image: at most {MAX_TABLES} tables, got {len(tables)}")
     header = ImageHeader(
@@ -104,7 +108,11 @@ def encode_front(slab_bytes: int, num_slabs: int, tables: Sequence[bytes]) -> tu
 
 
 def num_tables_of(fixed: bytes) -> int:
-    """Check magic and version of the first FIXED_BYTES and say how many tables the rest of the header lists."""
+    """Check magic and version of the first FIXED_BYTES, and return how many tables the rest of the header lists.
+
+    Raises:
+        ImageDamaged: they are not as they were written.
+    """
     if len(fixed) != _FIXED.size:
         raise ImageDamaged(f"image header: {len(fixed)} bytes, fewer than {_FIXED.size}")
     magic, version, num_tables, _, _ = _FIXED.unpack(fixed)
@@ -118,7 +126,11 @@ def num_tables_of(fixed: bytes) -> int:
 
 
 def decode_header(data: bytes, *, file_bytes: int) -> ImageHeader:
-    """The header of a file of `file_bytes`, or ImageDamaged."""
+    """The header of a file of `file_bytes`.
+
+    Raises:
+        ImageDamaged: it is not as it was written, or the file has another length than it says.
+    """
     num_tables = num_tables_of(data[:FIXED_BYTES])
     size = header_bytes(num_tables)
     if len(data) != size:
@@ -139,7 +151,11 @@ def decode_header(data: bytes, *, file_bytes: int) -> ImageHeader:
 
 
 def split_tables(header: ImageHeader, data: bytes) -> tuple[bytes, ...]:
-    """The tables out of the bytes between header and slabs, each checked."""
+    """The tables out of the bytes between header and slabs.
+
+    Raises:
+        ImageDamaged: a table or the padding is not as it was written.
+    """
     tables = []
     begin = 0
     for index, (length, checksum) in enumerate(zip(header.table_lengths, header.table_checksums, strict=True)):
@@ -160,7 +176,11 @@ def encode_trailer(digests: Sequence[bytes]) -> bytes:
 
 
 def decode_trailer(header: ImageHeader, data: bytes) -> tuple[bytes, ...]:
-    """The digest of every slab."""
+    """The digest of every slab.
+
+    Raises:
+        ImageDamaged: the trailer is not as it was written, or another file's.
+    """
     body, (checksum,) = data[: -_CRC.size], _CRC.unpack(data[-_CRC.size :])
     if zlib.crc32(body) != checksum:
         raise ImageDamaged(f"image trailer: checksum must be {checksum:#010x}")

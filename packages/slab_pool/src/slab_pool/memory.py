@@ -1,8 +1,8 @@
-"""One chunk of Host memory: mapped exactly, touched without changing it, page-locked once, given back once.
+"""Chunks of Host memory: mapped exactly, touched without changing them, page-locked once, given back once.
 
-`torch.empty(pin_memory=True)` is not used on purpose: its caching allocator rounds large sizes up to powers of
-two, so that a pool of 33 GiB would take 64. Here a chunk is an anonymous private mapping of exactly the bytes
-asked for, and registering it with the CUDA runtime page-locks just those.
+`torch.empty(pin_memory=True)` is not used: its caching allocator rounds large sizes up to powers of two, so that a
+pool of 33 GiB would take 64. Here a chunk is an anonymous private mapping of exactly the bytes asked for, and
+registering it with the CUDA runtime page-locks just those.
 """
 
 from __future__ import annotations
@@ -34,13 +34,23 @@ _STEP_BYTES = 4 * MIB  # the kernel holds the lock of this process's memory map 
 class Registrar(Protocol):
     """Page-locks memory for a device. Sizes and addresses are exact; each address is registered once."""
 
-    def register(self, address: int, num_bytes: int) -> None: ...
+    def register(self, address: int, num_bytes: int) -> None:
+        """Page-lock memory.
 
-    def unregister(self, address: int) -> None: ...
+        Raises:
+            HostMemoryError: the device's runtime refused.
+        """
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`.
+
+        Raises:
+            HostMemoryError: the device's runtime refused.
+        """
 
 
 class CudaRegistrar:
-    """The CUDA runtime's own page-locking, reached through the bindings torch ships."""
+    """The CUDA runtime's page-locking, through the bindings that torch ships."""
 
     def __init__(self, runtime: Any = None) -> None:
         self._runtime = torch.cuda.cudart() if runtime is None else runtime  # type: ignore[no-untyped-call]
@@ -65,13 +75,23 @@ class CudaRegistrar:
 
 
 class HostChunk:
-    """Anonymous private memory of exactly `num_bytes`, as a uint8 tensor and as a memoryview of the same bytes.
+    """Anonymous private memory of exactly `num_bytes`. It knows no threads and no slabs.
 
-    The mapping lives until the last view of it is gone, so a view that outlives its pool stays readable; only
-    the page lock ends with `unregister`. No threads, no slabs in here.
+    The mapping lives until the last view of it is gone, so a view that outlives its pool stays readable. Only the
+    page lock ends with `unregister`.
+
+    Attributes:
+        memory: the bytes as a memoryview.
+        tensor: the same bytes as a uint8 tensor.
     """
 
     def __init__(self, num_bytes: int) -> None:
+        """Map the memory.
+
+        Raises:
+            ValueError: `num_bytes` is no positive multiple of 4096.
+            HostMemoryError: the system refused it.
+        """
         if num_bytes < PAGE_BYTES or num_bytes % PAGE_BYTES:
             raise ValueError(f"HostChunk: num_bytes must be a positive multiple of {PAGE_BYTES}, got {num_bytes!r}")
         try:
@@ -97,8 +117,14 @@ class HostChunk:
         return self._registrar is not None
 
     def populate(self, begin: int, end: int) -> bool:
-        """Fault `[begin, end)` in without changing a byte, the GIL released. False where the kernel cannot:
-        then the first use of each page does it."""
+        """Fault `[begin, end)` in without changing a byte, with the interpreter's lock released.
+
+        Returns:
+            False where the kernel cannot do that: then the first use of each page faults it in.
+
+        Raises:
+            HostMemoryError: the system has no memory for the range.
+        """
         madvise = getattr(_libc(), "madvise", None)
         if madvise is None:
             return False
@@ -118,14 +144,23 @@ class HostChunk:
         return False
 
     def register(self, registrar: Registrar) -> None:
-        """Page-lock the whole chunk, once."""
+        """Page-lock the whole chunk.
+
+        Raises:
+            RuntimeError: it is page-locked already.
+            HostMemoryError: the device's runtime refused.
+        """
         if self._registrar is not None:
             raise RuntimeError("HostChunk.register: the chunk is registered already")
         registrar.register(self.tensor.data_ptr(), self.num_bytes)
         self._registrar = registrar
 
     def unregister(self) -> None:
-        """Undo `register`; nothing to do where it was never done."""
+        """Undo `register`. Does nothing for a chunk that is not page-locked.
+
+        Raises:
+            HostMemoryError: the device's runtime refused.
+        """
         if self._registrar is not None:
             registrar, self._registrar = self._registrar, None
             registrar.unregister(self.tensor.data_ptr())
@@ -135,10 +170,12 @@ ChunkAllocator = Callable[[int], HostChunk]
 
 
 def host_memory_limit() -> int | None:
-    """Bytes this process may hold at most: the machine's memory, or its control group's limit if that is less.
+    """The most bytes this process may hold: the machine's memory, or its control group's limit if that is less.
 
-    None where neither is known. An overcommitting kernel maps more without a word and kills the process when it
-    is touched, which is why the pool asks first.
+    The pool asks before it maps: a kernel that overcommits grants more, and ends the process when it is touched.
+
+    Returns:
+        None where neither is known.
     """
     limits = []
     with contextlib.suppress(ValueError, OSError, AttributeError):
@@ -156,11 +193,16 @@ def _libc() -> Any:
 
 
 class ChunkPreparation:
-    """One thread that faults chunks in, in order, and page-locks each where a registrar is given.
+    """Touches chunks in the background, so that starting does not wait for tens of gigabytes.
 
-    A chunk that is only touched may be used at any time, since touching changes no byte; one that is to be
-    page-locked is waited for, since copies from it would otherwise not be asynchronous. What the thread could
-    not do is raised by whoever waits, in that thread.
+    One thread faults the chunks in, in order, and page-locks each where a registrar is given. A chunk that is only
+    touched may be used at any time, since touching changes no byte. One that is to be page-locked is waited for,
+    since copies from it would otherwise not be asynchronous. An error of the thread is raised in the threads that
+    wait.
+
+    Attributes:
+        num_ready: chunks that are prepared.
+        finished: no chunk is left to wait for, and there is no error to raise.
     """
 
     def __init__(self, chunks: Sequence[HostChunk], registrar: Registrar | None) -> None:
@@ -170,7 +212,7 @@ class ChunkPreparation:
         self._stopped = threading.Event()
         self._error: BaseException | None = None
         self.num_ready = 0
-        self.finished = False  # nothing left to wait for, and nothing to raise
+        self.finished = False
         # A daemon, so that an interpreter which ends without close() is not held up by page faults.
         self._thread = threading.Thread(target=self._run, name="slab-pool-touch", daemon=True)
         self._thread.start()
@@ -199,7 +241,12 @@ class ChunkPreparation:
                 self._condition.notify_all()
 
     def wait_for_chunk(self, index: int) -> None:
-        """Return once chunk `index` may be used; raise what went wrong before that."""
+        """Return once chunk `index` may be used.
+
+        Raises:
+            HostMemoryError: the thread failed before that.
+            RuntimeError: the preparation was closed before that.
+        """
         self._raise_error()
         if self._registrar is None:
             return
@@ -210,7 +257,14 @@ class ChunkPreparation:
             raise RuntimeError(f"chunk {index} was asked for after the pool stopped preparing")
 
     def wait_until_finished(self, timeout: float | None) -> bool:
-        """Wait for all chunks; False on a timeout."""
+        """Wait for all chunks.
+
+        Returns:
+            False on a timeout.
+
+        Raises:
+            HostMemoryError: the thread failed.
+        """
         with self._condition:
             self._condition.wait_for(lambda: self.finished or self._stopped.is_set(), timeout)
         self._raise_error()
@@ -226,8 +280,11 @@ class ChunkPreparation:
         ) from self._error
 
     def close(self) -> None:
-        """End the thread, unlock every chunk it page-locked, forget the chunks. All are unlocked even where one
-        refuses; the first refusal is raised afterwards."""
+        """End the thread, unlock every chunk it page-locked, forget the chunks.
+
+        Raises:
+            HostMemoryError: the first refusal to unlock a chunk, after all others were unlocked.
+        """
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()

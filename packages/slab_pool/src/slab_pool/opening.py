@@ -1,4 +1,4 @@
-"""Which copy stream a device gets."""
+"""The copy stream of a device."""
 
 from __future__ import annotations
 

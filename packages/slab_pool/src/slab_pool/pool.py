@@ -35,7 +35,11 @@ _GENERATION_MASK = (1 << _GENERATION_BITS) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatistics:
-    """`high_water` is the largest `num_used` since the pool was made."""
+    """Counts of a pool, as of the moment they were asked for.
+
+    Attributes:
+        high_water: the largest `num_used` since the pool was made.
+    """
 
     num_slabs: int
     slab_bytes: int
@@ -63,19 +67,12 @@ class SlabPool:
     and release. So a handle sorts by place, fits an int64, and is refused once it was released, by any other
     pool, and when it was made up.
 
-    The memory comes in chunks of whole slabs, each at most `max_chunk_bytes`; a slab never crosses one. With
-    `pinned` (the default where a CUDA device is there) every chunk is page-locked once, exactly as large as it
-    is, and unlocked by `close()`. A thread touches (and page-locks) the chunks in order after construction;
-    only `acquire` of a slab whose chunk is not page-locked yet waits for it.
+    The memory comes in chunks of whole slabs; a slab never crosses one. A thread touches (and page-locks) the chunks
+    in order after construction. Only `acquire` of a slab whose chunk is not page-locked yet waits for it.
 
-    Lowest free slabs first, so that what is acquired together lies together. Deliberately lacks: owners,
-    recency, eviction, any idea of contents. One thread at a time (the owner's); nothing here locks.
-
-    Arguments: `image_bytes` is the largest record that spans slabs (0: none does). A budget must hold one
-    such image, the partial record that may belong to it, and one record more. `first_generation` fixes the
-    generations (tests that compare handles of two pools). `allocate`, `registrar` and `memory_limit` are seams
-    for tests. ValueError for sizes that do not fit, HostMemoryError where the system has or gives less. After `close()`
-    every call that takes or names slabs raises PoolClosed.
+    Lowest free slabs first, so that what is acquired together lies together. The pool has no owners, no recency, no
+    eviction and no idea of contents. It is for one thread at a time, the owner's; only `statistics` may be called
+    from others. After `close()` every call that takes or names slabs raises PoolClosed.
     """
 
     def __init__(
@@ -91,6 +88,22 @@ class SlabPool:
         registrar: Registrar | None = None,
         memory_limit: int | None = None,
     ) -> None:
+        """Map the memory, and start to prepare it in the background.
+
+        Args:
+            budget_bytes: what may be mapped at most. It must hold one image, the partial record that may belong to
+                it, and one record more.
+            slab_bytes: size of a slab, a multiple of 4096.
+            image_bytes: the largest record that spans slabs (0: none does).
+            pinned: whether to page-lock every chunk, until `close()`; the default is whether there is a CUDA device.
+            max_chunk_bytes: the most that is mapped as one chunk.
+            first_generation: fixes the generations, for tests that compare handles of two pools.
+            allocate: a seam for tests, as are `registrar` and `memory_limit`.
+
+        Raises:
+            ValueError: sizes that do not fit together.
+            HostMemoryError: the system has less, or gives less.
+        """
         if slab_bytes < PAGE_BYTES or slab_bytes % PAGE_BYTES:
             raise ValueError(f"SlabPool: slab_bytes must be a positive multiple of {PAGE_BYTES}, got {slab_bytes!r}")
         if image_bytes < 0:
@@ -125,7 +138,7 @@ class SlabPool:
         self._tensors = [chunk.tensor for chunk in self._chunks]
 
         start = secrets.randbits(_GENERATION_BITS) if first_generation is None else first_generation
-        # Per slab its handle while it is out, and ~(its next handle), a negative number, while it is free. So
+        # Per slab its handle while it is acquired, and ~(its next handle), a negative number, while it is free. So
         # one comparison tells a good handle from one that is stale, foreign or made up.
         start &= _GENERATION_MASK
         self._current = [~(slab << _GENERATION_BITS | start) for slab in range(self.num_slabs)]
@@ -158,8 +171,14 @@ class SlabPool:
     # -- acquire and release ---------------------------------------------------------------------------------
 
     def acquire(self, count: int = 1) -> tuple[int, ...]:
-        """Take the `count` lowest free slabs, in rising order: all of them, or `PoolExhausted` and none.
-        HostMemoryError where a chunk could not be touched or page-locked."""
+        """Take the `count` lowest free slabs, in rising order: all of them, or none.
+
+        Raises:
+            PoolExhausted: fewer are free.
+            HostMemoryError: a chunk could not be touched or page-locked.
+            ValueError: `count` is negative.
+            PoolClosed: after `close()`.
+        """
         free = self._free
         if not 0 <= count <= len(free) or self._closed:
             self._refuse_acquire(count)
@@ -194,7 +213,12 @@ class SlabPool:
         raise PoolExhausted(f"acquire: {count} slabs asked for, {len(self._free)} of {self.num_slabs} are free")
 
     def release(self, handles: Iterable[int]) -> None:
-        """Give slabs back: all of them, or `StaleSlab` and none. Each handle is dead from here on."""
+        """Give slabs back: all of them, or none. Their handles are refused from here on.
+
+        Raises:
+            StaleSlab: a handle names no acquired slab, or two name the same.
+            PoolClosed: after `close()`.
+        """
         handles = list(handles)
         if len(handles) == 1 and not self._closed:  # the most frequent call by far, when it is a good one
             (handle,) = handles
@@ -215,7 +239,7 @@ class SlabPool:
         self._num_released += len(slabs)
 
     def _slab_numbers(self, op: str, handles: Sequence[int]) -> list[int]:
-        """The numbers of slabs that are out under exactly these handles; StaleSlab otherwise."""
+        """The numbers of slabs that are acquired under exactly these handles; StaleSlab otherwise."""
         if self._closed:
             self._check_open(op)
         handles = list(handles)
@@ -239,21 +263,41 @@ class SlabPool:
     # -- places ----------------------------------------------------------------------------------------------
 
     def slab_numbers(self, handles: Sequence[int]) -> list[int]:
-        """Each slab's place in the pool, 0 first; `StaleSlab` unless every handle is out."""
+        """Each slab's place in the pool, 0 first.
+
+        Raises:
+            StaleSlab: a handle names no acquired slab.
+            PoolClosed: after `close()`.
+        """
         return self._slab_numbers("slab_numbers", handles)
 
     def tensor(self, handle: int) -> Tensor:
-        """The slab's bytes as a uint8 tensor of `slab_bytes`, no copy; `StaleSlab` for a bad handle."""
+        """The slab's bytes as a uint8 tensor of `slab_bytes`, no copy.
+
+        Raises:
+            StaleSlab: the handle names no acquired slab.
+            PoolClosed: after `close()`.
+        """
         chunk, begin = self.place(self._slab_numbers("tensor", (handle,))[0])
         return chunk.tensor[begin : begin + self.slab_bytes]
 
     def memory(self, handle: int) -> memoryview:
-        """The slab's bytes as a writable memoryview, no copy; `StaleSlab` for a bad handle."""
+        """The slab's bytes as a writable memoryview, no copy.
+
+        Raises:
+            StaleSlab: the handle names no acquired slab.
+            PoolClosed: after `close()`.
+        """
         chunk, begin = self.place(self._slab_numbers("memory", (handle,))[0])
         return chunk.memory[begin : begin + self.slab_bytes]
 
     def place(self, slab_number: int) -> tuple[HostChunk, int]:
-        """The chunk a slab lies in, by the slab's number, and its first byte there. Not checked."""
+        """The chunk that a slab lies in, by the slab's number, and its first byte there.
+
+        Raises:
+            PoolClosed: after `close()`.
+            IndexError: no such slab.
+        """
         index, row = divmod(slab_number, self.slabs_per_chunk)
         try:
             return self._chunks[index], row * self.slab_bytes
@@ -262,7 +306,12 @@ class SlabPool:
             raise
 
     def chunk_tensor(self, index: int) -> Tensor:
-        """All bytes of one chunk, uint8."""
+        """All bytes of one chunk, uint8.
+
+        Raises:
+            PoolClosed: after `close()`.
+            IndexError: no such chunk.
+        """
         try:
             return self._tensors[index]
         except IndexError:
@@ -272,8 +321,13 @@ class SlabPool:
     def plan_runs(
         self, records: Sequence[int], handles: Sequence[int], *, record_bytes: int, max_pitch_bytes: int = 2**31 - 1
     ) -> Runs:
-        """`runs.plan_runs` for slabs of this pool, given by handle; `StaleSlab` for a bad one. `record_bytes` is the
-        arena's record."""
+        """`runs.plan_runs` for slabs of this pool, given by handle. `record_bytes` is the arena's record.
+
+        Raises:
+            StaleSlab: a handle names no acquired slab.
+            ValueError: lists of different lengths, or a negative record.
+            PoolClosed: after `close()`.
+        """
         return plan_runs(
             records,
             self._slab_numbers("plan_runs", handles),
@@ -303,6 +357,7 @@ class SlabPool:
         return self.num_slabs - len(self._free)
 
     def statistics(self) -> PoolStatistics:
+        """Counts as of now. Any thread may ask."""
         return PoolStatistics(
             num_slabs=self.num_slabs,
             slab_bytes=self.slab_bytes,
@@ -316,7 +371,11 @@ class SlabPool:
         )
 
     def check_invariants(self) -> None:
-        """Derive the accounting again and compare; AssertionError with the internals where it differs. O(n)."""
+        """Derive the accounting again and compare. O(n).
+
+        Raises:
+            AssertionError: they differ; it shows the internals.
+        """
         free = self._free
         numbers = set(free)
         out = [number for number, handle in enumerate(self._current) if handle >= 0]
@@ -343,14 +402,26 @@ class SlabPool:
     # -- life ------------------------------------------------------------------------------------------------
 
     def wait_until_ready(self, timeout: float | None = None) -> bool:
-        """Wait until every chunk is touched (and page-locked). False on a timeout; HostMemoryError where the
-        system refused one."""
+        """Wait until every chunk is touched (and page-locked).
+
+        Returns:
+            False on a timeout.
+
+        Raises:
+            HostMemoryError: the system refused one.
+            PoolClosed: after `close()`.
+        """
         self._check_open("wait_until_ready")
         return self._preparation.wait_until_finished(timeout)
 
     def close(self) -> None:
-        """Stop touching, unlock what was page-locked, let the memory go. Copies must have landed before: the
-        pool cannot know of them. Twice does nothing."""
+        """Stop touching, unlock what was page-locked, let the memory go. Twice does nothing.
+
+        Copies must have landed before: the pool does not know of them.
+
+        Raises:
+            HostMemoryError: a chunk could not be unlocked; all others were.
+        """
         if self._closed:
             return
         self._closed = True

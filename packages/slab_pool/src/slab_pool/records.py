@@ -9,8 +9,11 @@ from slab_pool.memory import PAGE_BYTES
 
 
 class Span(NamedTuple):
-    """A piece of a record inside one slab: record bytes `[record_begin, record_begin + num_bytes)` are bytes
-    `[slab_begin, slab_begin + num_bytes)` of the record's `slab_index`-th slab."""
+    """A piece of a record inside one slab.
+
+    Record bytes `[record_begin, record_begin + num_bytes)` are bytes `[slab_begin, slab_begin + num_bytes)` of the
+    record's `slab_index`-th slab.
+    """
 
     slab_index: int
     slab_begin: int
@@ -19,8 +22,13 @@ class Span(NamedTuple):
 
 
 def record_spans(begin: int, end: int, slab_bytes: int) -> tuple[Span, ...]:
-    """Record bytes `[begin, end)` as pieces of slabs, in order, none crossing a slab's border. ValueError unless
-    0 <= begin <= end."""
+    """Record bytes `[begin, end)` as pieces of slabs, in order, none crossing a slab's border.
+
+    A record larger than a slab is packed: its byte `o` lies in slab `o // slab_bytes` of its list.
+
+    Raises:
+        ValueError: unless 0 <= begin <= end.
+    """
     if not 0 <= begin <= end:
         raise ValueError(f"record_spans: begin and end must rise from 0, got {begin!r} and {end!r}")
     spans = []
@@ -40,8 +48,13 @@ class SlabLayout(NamedTuple):
 
 
 def pack_slab(record_bytes: Mapping[str, int]) -> SlabLayout:
-    """Lay one record per arena into a slab: in the order given, each from the next 4 KiB border, and the whole
-    rounded up to 4 KiB. ValueError for no record, or an empty one."""
+    """Lay one record per arena into a slab.
+
+    They lie in the order given, each from the next 4 KiB border; the whole is rounded up to 4 KiB.
+
+    Raises:
+        ValueError: no record, or an empty one.
+    """
     if not record_bytes:
         raise ValueError("pack_slab: at least one record must be given, got none")
     offsets = {}

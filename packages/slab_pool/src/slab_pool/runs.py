@@ -7,10 +7,10 @@ from typing import NamedTuple, overload
 
 
 class Run(NamedTuple):
-    """`num_records` pairs: record `record + i * record_stride` of the arena and row `row + i * row_stride` of chunk
-    `chunk`, a row being one slab.
+    """`num_records` pairs of a record and a slab.
 
-    Both strides are at least 1; for a single record both are 1.
+    Pair `i` is record `record + i * record_stride` of the arena and row `row + i * row_stride` of chunk `chunk`, a
+    row being one slab. Both strides are at least 1; for a single record both are 1.
     """
 
     record: int
@@ -22,10 +22,12 @@ class Run(NamedTuple):
 
 
 class Runs(Sequence[Run]):
-    """A sequence of runs, kept as plain tuples: thousands of `Run` would cost as much as to plan them.
+    """A sequence of runs, kept as plain tuples: making thousands of `Run` would cost as much as planning them.
 
-    `last_record` and `last_slab` are the highest numbers in it, -1 where it is empty; `slabs_per_chunk` is what its
-    rows were counted by.
+    Attributes:
+        last_record: the highest record in it, -1 where it is empty.
+        last_slab: the highest slab in it, -1 where it is empty.
+        slabs_per_chunk: the slabs of a chunk by which rows are counted.
     """
 
     __slots__ = ("_plain", "last_record", "last_slab", "slabs_per_chunk")
@@ -78,9 +80,10 @@ def plan_runs(
     Within a run the records rise by one constant stride and the slab numbers by another, all slabs lie in one
     chunk, and neither pitch (stride times `record_bytes`, stride times `slab_bytes`) exceeds
     `max_pitch_bytes`, the most the device's copy engine takes. Extending each run as far as it goes is optimal:
-    any part of a run is a run.
+    any part of a run is a run. O(len(records)).
 
-    Raises ValueError for lists of different lengths or negative numbers. O(len(records)).
+    Raises:
+        ValueError: lists of different lengths, or a negative number.
     """
     if len(records) != len(slabs):
         raise ValueError(f"plan_runs: records and slabs must be equally long, got {len(records)} and {len(slabs)}")

@@ -1,4 +1,4 @@
-"""The copy stream: what CUDA, CPU and test double share — order, accounting, waiting for room, polling."""
+"""The copy stream: what CUDA, CPU and test double share. Order, statistics, waiting for room, polling."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ DEFAULT_MAX_IN_FLIGHT_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectionStatistics:
-    """What landed in one direction. `seconds_in_flight` adds up, batch by batch, the time from the first copy's
-    start (after the prerequisites) to the last one's landing, by the clock of whoever copied. Failed batches
-    are counted, their bytes and seconds are not."""
+    """What landed in one direction. Failed batches are counted, their bytes and seconds are not.
+
+    Attributes:
+        seconds_in_flight: summed over the batches, the time from the start of the first copy (after the prerequisites)
+            to the landing of the last, by the clock of what copied.
+    """
 
     num_batches: int = 0
     num_copies: int = 0
@@ -31,7 +34,11 @@ class DirectionStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyStatistics:
-    """`high_water_bytes` is the most that was in flight at once."""
+    """Counts of a copy stream, as of the moment they were asked for.
+
+    Attributes:
+        high_water_bytes: the most that was in flight at once.
+    """
 
     host_to_device: DirectionStatistics = DirectionStatistics()
     device_to_host: DirectionStatistics = DirectionStatistics()
@@ -90,7 +97,7 @@ def _counted(old: DirectionStatistics, direction: Direction, done: Sequence[Tick
 
 
 class CallingThread:
-    """The compute stream of a CPU: whatever the calling thread did before a call is finished by then."""
+    """The compute stream of a CPU: what the calling thread did before a call is finished by then."""
 
     __slots__ = ()
 
@@ -102,16 +109,16 @@ CALLING_THREAD: Final = CallingThread()
 
 
 class CopyStream(ABC):
-    """Batches of copies between Host slabs and a device, in order, off the owner's thread or time line.
+    """Batches of copies between Host slabs and a device, in order, beside the owner's own work.
 
-    One owner submits, polls and closes, from one thread. Batches run first in, first out; so do the parts of a
-    batch. No priorities, no cancelling, no knowledge of what the bytes are; a batch that was submitted always
-    runs, so whoever loses interest in it waits until it is done.
+    One owner submits, polls and closes, from one thread; `statistics` and tickets may be read from any. Batches run
+    first in, first out; so do the parts of a batch. There are no priorities and no cancelling: a batch that was
+    submitted always runs, and a caller that no longer needs it waits until it is done.
 
     Errors never appear on another thread's stack: a failed batch keeps its error in its ticket, and `poll`
     raises it to the owner, once. Batches behind it run all the same.
 
-    At most `max_in_flight_bytes` are under way: `submit` waits for the oldest batches to land until the new one
+    At most `max_in_flight_bytes` are in flight: `submit` waits for the oldest batches to land until the new one
     fits. A batch larger than the bound runs alone.
     """
 
@@ -128,8 +135,10 @@ class CopyStream(ABC):
 
     @abstractmethod
     def _start(self, batch: CopyBatch, after: tuple[Any, ...]) -> Completion:
-        """Enqueue the batch behind everything started before and behind `after`. Must not raise for what the
-        copies do: that belongs into the completion."""
+        """Enqueue the batch behind everything started before and behind `after`.
+
+        It must not raise for what the copies do: that belongs into the completion.
+        """
 
     @abstractmethod
     def _check_after(self, after: Any) -> None:
@@ -142,11 +151,18 @@ class CopyStream(ABC):
     # -- the owner's side ------------------------------------------------------------------------------------
 
     def submit(self, batch: CopyBatch, *, after: Any) -> Ticket:
-        """Start `batch` once `after` is complete; returns at once unless it must wait for room.
+        """Start `batch` once `after` is complete. Returns at once unless it must wait for room.
 
-        `after` is a handle from `compute_stream()`, a ticket (also another stream's), an event of the device,
-        or a tuple of these. There is no default: a copy that does not say what it waits for reads memory that
-        is still being written. TypeError or ValueError for what cannot be waited for, PoolClosed after `close`.
+        Args:
+            batch: the copies.
+            after: a handle from `compute_stream()`, a ticket (also another stream's), an event of the device, or a
+                tuple of these. There is no default: a copy that does not say what it waits for reads memory that is
+                still being written.
+
+        Raises:
+            TypeError: a prerequisite that this kind of stream cannot wait for.
+            ValueError: no prerequisite.
+            PoolClosed: after `close()`.
         """
         prerequisites = tuple(after) if isinstance(after, (tuple, list)) else (after,)
         if not prerequisites:
@@ -160,7 +176,7 @@ class CopyStream(ABC):
         return ticket
 
     def fits(self, num_bytes: int) -> bool:
-        """Would `submit` of so many bytes start without waiting?"""
+        """Whether `submit` of so many bytes would start without waiting."""
         self._settle()
         progress = self._progress
         return not progress.in_flight or progress.statistics.in_flight_bytes + num_bytes <= self.max_in_flight_bytes
@@ -179,8 +195,9 @@ class CopyStream(ABC):
     def poll(self) -> tuple[Ticket, ...]:
         """The tickets that landed since the last poll, in order. Never waits.
 
-        A failed batch is raised as CopyFailed: by the first poll that reaches it with nothing landed before it
-        left to return. So no landing is lost to an exception, and each failure is raised once.
+        Raises:
+            CopyFailed: a batch failed, and what landed before it was returned by an earlier poll. So no landing is
+                lost to an exception, and each failure is raised once.
         """
         self._settle()
         landed: list[Ticket] = []
@@ -195,17 +212,17 @@ class CopyStream(ABC):
         return tuple(landed)
 
     def drain(self) -> None:
-        """Wait until everything submitted is done. What failed is still raised by poll, not here."""
+        """Wait until everything submitted is done. `poll` raises what failed, not this."""
         while self._progress.in_flight:
             self._progress.in_flight[0].completion.wait_finished()
             self._settle()
 
     def statistics(self) -> CopyStatistics:
-        """What has landed and what is in flight now. Any thread may ask: nothing is moved by it."""
+        """What has landed and what is in flight now. Any thread may ask: nothing changes by it."""
         return self._progress.settled().statistics
 
     def close(self) -> None:
-        """Drain, then refuse further batches. Twice does nothing; polling what is left stays possible."""
+        """Drain, then refuse further batches. Twice does nothing. What is left can still be polled."""
         self.drain()
         self._closed = True
 

@@ -1,4 +1,4 @@
-"""Test doubles for whoever builds on this package: copies that land when told to, memory and disks that refuse.
+"""Test doubles for users of this package: copies that land when told to, memory and disks that refuse.
 
 Part of the public interface; nothing here needs a test framework.
 """
@@ -65,8 +65,8 @@ class ManualCopyStream(CopyStream):
     The bytes are copied at that moment, for real. When a batch comes to the front of the line and its
     prerequisites are done, what it will write is filled with `POISON`, so that reading too early is seen.
 
-    Whatever would wait for a copy that nobody is going to land (`wait_on`, `result`, `drain`, a full line)
-    raises WouldBlock, or with `on_wait="land"` lands what it waits for.
+    A call that would wait for a copy (`wait_on`, `result`, `drain`, `submit` without room) raises WouldBlock, or with
+    `on_wait="land"` lands what it waits for.
     """
 
     def __init__(
@@ -95,7 +95,14 @@ class ManualCopyStream(CopyStream):
         return sum(len(entry.batch.parts) - entry.completion.num_landed() for entry in self._queue)
 
     def land(self, num_parts: int = 1) -> int:
-        """Land the next parts in order; returns how many landed, fewer where one failed or none was left."""
+        """Land the next parts in order.
+
+        Returns:
+            How many landed: fewer where one failed or none was left.
+
+        Raises:
+            WouldBlock: the next batch waits for tickets of other streams that are not done.
+        """
         landed = 0
         while landed < num_parts and self._queue:
             entry = self._queue[0]
@@ -119,7 +126,14 @@ class ManualCopyStream(CopyStream):
         return landed
 
     def land_all(self) -> int:
-        """Land every part there is, also past failures; returns how many landed."""
+        """Land every part there is, also past failures.
+
+        Returns:
+            How many landed.
+
+        Raises:
+            WouldBlock: a batch waits for tickets of other streams that are not done.
+        """
         landed = 0
         while self._queue:
             landed += self.land(self.num_pending_parts)
@@ -151,7 +165,7 @@ class ManualCopyStream(CopyStream):
     def _wait_for(self, reached: Callable[[], bool]) -> None:
         while not reached():
             if self._on_wait == "raise":
-                raise WouldBlock("a copy was waited for that nobody has told to land")
+                raise WouldBlock("a copy was waited for that was not told to land")
             if not self.land() and not self._queue and not reached():
                 raise WouldBlock("nothing is left to land")
 
@@ -185,7 +199,7 @@ class _ManualCompletion(HostCompletion):
 
 
 class RefusingAllocator:
-    """Allocates chunks until `limit_bytes` are out, then refuses as the system would: an `allocate=` seam."""
+    """Allocates chunks up to `limit_bytes`, then refuses as the system would: an `allocate=` seam."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes

@@ -21,9 +21,11 @@ class Completion(Protocol):
     @property
     def error(self) -> BaseException | None: ...
 
-    def num_landed(self) -> int: ...
+    def num_landed(self) -> int:
+        """Parts that have landed."""
 
-    def finished(self) -> bool: ...
+    def finished(self) -> bool:
+        """Whether nothing of the batch reads or writes any more."""
 
     def wait(self, num_parts: int) -> None:
         """Block the calling thread until that many parts have landed, or until the batch has failed."""
@@ -39,8 +41,10 @@ class Completion(Protocol):
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """The error, no longer holding the frames it came through, and with them the batch's memory. Where it was raised
-    stays readable, as a note."""
+    """The error without the frames it came through, which would keep the batch's memory alive.
+
+    Where it was raised stays readable, as a note.
+    """
     chained: BaseException | None = error
     seen = set()  # a cause may have been raised again: then the chain is a ring
     while chained is not None and id(chained) not in seen:
@@ -61,12 +65,12 @@ class CopyResult:
 
 
 class Ticket:
-    """One batch on its way. Made by `CopyStream.submit`; readable from any thread."""
+    """One batch in flight. Made by `CopyStream.submit`; readable from any thread."""
 
     __slots__ = ("_parts", "_result", "batch_bytes", "batch_copies", "completion", "direction", "serial")
 
     def __init__(self, serial: int, batch: CopyBatch, completion: Completion) -> None:
-        # The batch itself is not kept: a ticket that somebody holds on to must not keep arenas alive.
+        # The batch itself is not kept: a ticket that is held must not keep arenas alive.
         self.serial = serial
         self.direction = batch.direction
         self.batch_bytes = batch.num_bytes
@@ -80,14 +84,18 @@ class Ticket:
         return len(self._parts)
 
     def part(self, index: int) -> PartEvent:
-        """The event of part `index`, in the order of the batch; IndexError beyond it."""
+        """The event of part `index`, in the order of the batch.
+
+        Raises:
+            IndexError: the batch has no such part.
+        """
         index = operator.index(index)
         if not 0 <= index < len(self._parts):
             raise IndexError(f"part: index must be between 0 and {len(self._parts) - 1}, got {index!r}")
         return PartEvent(self, index)
 
     def done(self) -> bool:
-        """True once nothing of the batch reads or writes any more: it landed, or it failed and is at rest."""
+        """Whether nothing of the batch reads or writes any more: it landed, or it failed and is at rest."""
         return self.completion.finished()
 
     @property
@@ -107,11 +115,19 @@ class Ticket:
         return failure
 
     def wait_on(self, compute: Any) -> None:
-        """Order a compute stream behind the whole batch. CopyFailed where it is known to have failed."""
+        """Order a compute stream behind the whole batch.
+
+        Raises:
+            CopyFailed: it is known to have failed.
+        """
         self.part(len(self._parts) - 1).wait_on(compute)
 
     def result(self) -> CopyResult:
-        """Block until the batch is at rest, then say what it moved; CopyFailed where it did not land."""
+        """Block until the batch is at rest, then say what it moved.
+
+        Raises:
+            CopyFailed: it did not land.
+        """
         self.completion.wait_finished()
         failure = self.error
         if failure is not None:
@@ -126,7 +142,11 @@ class Ticket:
 
 
 class CopyFailed(SlabPoolError):
-    """A batch did not land. `ticket` names it; the first error is the `__cause__`."""
+    """A batch did not land. The first error is the `__cause__`.
+
+    Attributes:
+        ticket: of the batch.
+    """
 
     def __init__(self, message: str, *, ticket: Ticket) -> None:
         super().__init__(message)
@@ -143,11 +163,15 @@ class PartEvent:
         self._index = index
 
     def ready(self) -> bool:
-        """True once this part and all before it have landed; never for the part that failed or later ones."""
+        """Whether this part and all before it have landed; never for the part that failed or later ones."""
         return self._ticket.completion.num_landed() > self._index
 
     def wait(self) -> None:
-        """Block the calling thread until the part has landed; CopyFailed where it will not."""
+        """Block the calling thread until the part has landed.
+
+        Raises:
+            CopyFailed: it will not land.
+        """
         self._ticket.completion.wait(self._index + 1)
         self._raise_if_failed()
 
@@ -155,7 +179,11 @@ class PartEvent:
         """Order `compute`, a handle from the stream's `compute_stream()`, behind this part.
 
         On CUDA nothing blocks: kernels launched on `compute` later wait on the device. On a CPU the calling
-        thread is the compute stream, so it waits. CopyFailed where the part is known not to land.
+        thread is the compute stream, so it waits.
+
+        Raises:
+            CopyFailed: the part is known not to land.
+            TypeError: on a CPU, `compute` is another handle.
         """
         self._raise_if_failed()
         self._ticket.completion.wait_on(self._index, compute)

@@ -1,9 +1,9 @@
-"""How the CUDA stream enqueues one strided copy, and how it finds out which way is asynchronous here.
+"""How the CUDA stream enqueues one strided copy, and how it finds out which way is asynchronous on this machine.
 
 Contiguous copies between page-locked Host memory and the device are asynchronous in every torch. Strided ones
 are not, unless torch turns them into one 2-D copy of the copy engine: otherwise `copy_` packs the rows into a
-pageable temporary on the Host and waits. So every way is tried once at start, on a stream that is kept busy,
-and the first that returned early, left no temporary and moved the right bytes is taken.
+pageable temporary on the Host and waits. So every way is tried once at start, on a stream that is kept busy.
+The first that returned early, left no temporary and moved the right bytes is taken.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ class Transport:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What the self-check saw of one transport; `reason` is None where it was taken."""
+    """What the self-check saw of one transport.
+
+    Attributes:
+        reason: why it was not taken, or None where it was.
+    """
 
     name: str
     reason: str | None
@@ -50,7 +54,7 @@ def enqueue_with_torch(copy: Copy, direction: Direction) -> None:
 
 
 def enqueue_row_by_row(copy: Copy, direction: Direction) -> None:
-    """One contiguous asynchronous copy a row: always possible, dear for short rows."""
+    """One contiguous asynchronous copy a row: always possible, slow for short rows."""
     destination, source = copy.views(direction)
     if copy.rows == 1:
         destination.copy_(source, non_blocking=True)
@@ -86,8 +90,11 @@ def runtime_transport(memcpy_2d_async: Any, current_stream: Callable[[], int]) -
 
 
 def loaded_cuda_libraries() -> Iterator[Any]:
-    """Libraries through which the CUDA runtime that torch uses can be reached: torch's own, whose dependencies the
-    system's linker searches as well, then the process. No other is looked for: a second runtime would not do."""
+    """Libraries through which the CUDA runtime that torch uses can be reached.
+
+    First torch's own, whose dependencies the system's linker searches as well, then the process. No other is looked
+    for: a second runtime would know nothing of torch's streams.
+    """
     own = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"
     if own.exists():
         yield ctypes.CDLL(str(own))
@@ -144,7 +151,7 @@ def choose_transport(
         for candidate in candidates:
             try:
                 reason = bench.objection(candidate)
-            except Exception as error:  # whatever it was, this way is not to be had
+            except Exception as error:  # for any reason: this way is not available
                 reason = f"raised {error!r}"
             trials.append(Trial(candidate.name, reason))
             if reason is None:
@@ -174,7 +181,7 @@ class _TrialBench:
         self._copy = Copy(
             self._arena, 0, self._DEVICE_PITCH, self._chunk.tensor, 0, self._HOST_PITCH, self._WIDTH, self._ROWS
         )
-        # Last, so that nobody has to undo it where the device refuses the arena.
+        # Last, so that it need not be undone where the device refuses the arena.
         self._chunk.register(CudaRegistrar(cuda.cudart()) if registrar is None else registrar)
 
     def objection(self, transport: Transport) -> str | None:

@@ -29,8 +29,11 @@ __all__ = ["Qwen35Model"]
 class Qwen35Model:
     """The forward pass over one set of weights and one device memory.
 
-    Stateless but for the arenas and scratch memory, hence for one thread: who owns which page and slot is the caller's
-    business. ``frequencies`` are the rotary embedding's.
+    It keeps no state but the arenas and scratch memory, hence it is for one thread. Which request owns a page or slot
+    is the caller's business.
+
+    Attributes:
+        frequencies: of the rotary embedding.
     """
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, memory: DeviceMemory) -> None:
@@ -83,6 +86,9 @@ class Qwen35Model:
 
         Returns:
             The last token's hidden state ``[hidden]``, before the final norm; ``logits`` reads it.
+
+        Raises:
+            KernelInputError: a page, slot or tap out of range; no state is written.
         """
         chunk: dict[str, Any] = {"cu_seqlens": (0, tokens.shape[0]), "bases": (base,)}
         states = kernels.PrefillStates(
@@ -110,6 +116,9 @@ class Qwen35Model:
 
         Returns:
             Hidden states ``[B, hidden]``, before the final norm; ``logits`` reads them.
+
+        Raises:
+            KernelInputError: a page or slot out of range; no state is written.
         """
         states = kernels.DecodeStates(slots=slots, num_slots=len(self._memory.states))
         pages = kernels.DecodePages(block_tables=block_tables, lengths=positions + 1, num_pages=len(self._memory.pages))

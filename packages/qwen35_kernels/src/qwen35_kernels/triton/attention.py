@@ -43,7 +43,7 @@ def _planes(kv: LayerKV) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]
         constants[f"{name.upper()}_GROUP"] = (
             1 if scales is None else kv.layout.head_dim // rows.row_scales(kv.layout.head_dim)
         )
-        # A format without scales gets the values again: an argument nobody reads.
+        # A format without scales gets the values again, as an argument that is not read.
         scales = values if scales is None else scales
         pointers |= {f"{name}_ptr": values, f"{name}s_ptr": scales}
         strides |= {f"{name}_page": values.stride(0), f"{name}s_page": scales.stride(0)}

@@ -315,7 +315,7 @@ def merge_states(
         weight = tl.exp(b_lse - shift)
         shrink = tl.exp(b_max - shift)
         b_part = tl.load(o_ptr + i_in * D + cols, mask=mask, other=0.0).to(tl.float32)
-        # The output of a partition without keys is not a number anybody wrote.
+        # The output of a partition without keys was never written.
         b_o = b_o * shrink + tl.where(weight > 0.0, b_part * weight, 0.0)
         b_sum = b_sum * shrink + weight
         b_max = b_new

@@ -155,7 +155,7 @@ def plan_store_kv(*, k: Tensor, v: Tensor, kv: LayerKV, pages: Tensor, rows: Ten
             "GROUP": group,
             "GROUPS": power_of_2(lines),
         }
-        # A format without scales gets the values again: an argument nobody reads.
+        # A format without scales gets the values again, as an argument that is not read.
         scales = values if scales is None else scales
         # Small floats are written as the integers they are.
         values, scales = _as_integers(values, form), _as_integers(scales, form)

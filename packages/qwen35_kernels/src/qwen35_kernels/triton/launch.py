@@ -25,7 +25,7 @@ class Launch:
 
 
 def run(launches: Iterable[Launch]) -> None:
-    """Queue launches in order. Products and sums are never fused behind our back: their bits are a
+    """Queue launches in order. The compiler may not fuse products and sums: their bits are a
     promise."""
     for launch in launches:
         if 0 in launch.grid:
