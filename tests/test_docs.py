@@ -37,7 +37,7 @@ def test_the_modules_that_a_package_readme_names_exist() -> None:
     for readme in ROOT.glob("packages/*/README.md"):
         table = readme.read_text(encoding="utf-8").split("\n## Where to make changes\n")[1].split("\n## ")[0]
         modules = re.findall(r"`([\w/]+\.py)`", table)
-        missing = [module for module in modules if not list(ROOT.glob(f"packages/*/src/*/{module}"))]
+        missing = [module for module in modules if not list(ROOT.glob(f"packages/*/src/*/**/{module}"))]
         assert not missing, f"{readme.parent.name}: {missing}"
         named += len(modules)
     assert named > 50
