@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from follower import Follower
 from paired_world import World
 
-LONG = settings.get_current_profile_name() == "long"
-settings.register_profile("prefix-index", max_examples=1000 if LONG else 40, stateful_step_count=30, deadline=None)
+EXAMPLES = {"long": 1000, "share": 200}.get(settings.get_current_profile_name(), 40)
+settings.register_profile("prefix-index", max_examples=EXAMPLES, stateful_step_count=30, deadline=None)
 PROFILE = settings.get_profile("prefix-index")
-SEEDS = 1000 if LONG else 40
+SEEDS = EXAMPLES
 STEPS = 150
 
 

@@ -84,7 +84,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.close()
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(
+    max_examples={"long": 1000, "share": 400}.get(settings.get_current_profile_name(), 60),
+    stateful_step_count=40,
+    deadline=None,
+)
 TestPoolMachine = PoolMachine.TestCase
 
 
