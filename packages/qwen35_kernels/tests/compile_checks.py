@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
 from qwen35_kernels.layout import KVProfile, PageLayout
-from qwen35_kernels.plans import DecodePages, PrefillPages, PrefillStates, Tap
+from qwen35_kernels.plans import DecodePages, PrefillPages, PrefillStates, StateTap
 from qwen35_kernels.triton import attention, conv, delta_rule, kv_store, moe, rows
 from qwen35_kernels.triton.launch import Launch
 
@@ -66,7 +66,7 @@ def delta_launches(model: Model, dtype: torch.dtype) -> Iterator[Launch]:
     sizes = [model.key_heads * dim, model.key_heads * dim, model.value_heads * dim]
     q, k, v = (x.view(TOKENS, -1, dim) for x in torch.split(meta(TOKENS, sum(sizes), dtype=dtype), sizes, dim=1))
     g = beta = meta(TOKENS, model.value_heads, dtype=torch.float32)
-    states = PrefillStates(slots=[1], cu_seqlens=[0, TOKENS], bases=[5], taps=[Tap(0, 70, 2)], num_slots=9)
+    states = PrefillStates(slots=[1], cu_seqlens=[0, TOKENS], bases=[5], taps=[StateTap(0, 70, 2)], num_slots=9)
     inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state, "o": torch.empty_like(v)}
     yield from delta_rule.plan_prefill(**inputs, states=states)
     yield from delta_rule.plan_step(**inputs, slots=meta(TOKENS, dtype=torch.int64))

@@ -21,7 +21,7 @@ from qwen35_kernels import (
     PageLayout,
     PrefillPages,
     PrefillStates,
-    Tap,
+    StateTap,
     TokenRows,
     causal_conv1d_prefill,
     causal_conv1d_step,
@@ -289,7 +289,7 @@ def _read_row(view: Tensor, scales: Tensor | None, name: str, page: int, row: in
 
 
 def prefill_states(
-    arena: Tensor, slots: Sequence[int], cu_seqlens: Sequence[int], bases: Sequence[int], taps: Sequence[Tap] = ()
+    arena: Tensor, slots: Sequence[int], cu_seqlens: Sequence[int], bases: Sequence[int], taps: Sequence[StateTap] = ()
 ) -> PrefillStates:
     return PrefillStates(slots=slots, cu_seqlens=cu_seqlens, bases=bases, taps=taps, num_slots=len(arena))
 
@@ -309,7 +309,7 @@ def delta_prefill(
     slots: Sequence[int],
     cu_seqlens: Sequence[int],
     bases: Sequence[int],
-    taps: Sequence[Tap] = (),
+    taps: Sequence[StateTap] = (),
     **inputs: Any,
 ) -> Tensor:
     states = prefill_states(state, slots, cu_seqlens, bases, taps)

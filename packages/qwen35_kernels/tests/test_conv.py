@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kernel_testing import assert_close, assert_same_bits, conv_prefill, conv_step, distant_rows, generator, tolerance
-from qwen35_kernels import KernelInputError, StateLayout, Tap, reference
+from qwen35_kernels import KernelInputError, StateLayout, StateTap, reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -54,7 +54,7 @@ def test_taps_equal_a_gather_of_the_inputs(dtype: torch.dtype) -> None:
             slots=[1],
             cu_seqlens=[0, 7],
             bases=[100],
-            taps=[Tap(0, position, 4), Tap(0, position, 5)],
+            taps=[StateTap(0, position, 4), StateTap(0, position, 5)],
         )
         joined = torch.cat([before[1].t(), x])
         p = position - 100
@@ -74,7 +74,7 @@ def test_a_sequence_does_not_depend_on_the_batch_or_chunking(threads: int, set_t
         slots=[1, 2, 3],
         cu_seqlens=[0, 131, 131, 300],
         bases=[0, 5, 9],
-        taps=[Tap(2, 30, 5)],
+        taps=[StateTap(2, 30, 5)],
     )
     for i, (a, b) in enumerate(((0, 131), (131, 131), (131, 300))):
         alone = start.clone()
@@ -128,12 +128,12 @@ def test_a_lane_does_not_depend_on_the_batch(threads: int, set_threads) -> None:
         ({"slots": [1, 1], "cu_seqlens": [0, 2, 5], "bases": [0, 0]}, "each slot may be used once"),
         ({"bases": [-1]}, "bases must not be negative, got -1"),
         ({"bases": []}, "bases must have 1 entries, got 0"),
-        ({"taps": [Tap(0, 10, 2)]}, r"a tap's position must lie in \[11, 15\]"),
-        ({"taps": [Tap(0, 16, 2)]}, r"a tap's position must lie in \[11, 15\]"),
-        ({"taps": [Tap(1, 12, 2)]}, r"a tap's sequence must lie in \[0, 1\)"),
-        ({"taps": [Tap(0, 12, 0)]}, r"a tap's slot must lie in \[1, 8\)"),
-        ({"taps": [Tap(0, 12, 1)]}, "a tap's slot must not be written by anything else in the call"),
-        ({"taps": [Tap(0, 12, 2), Tap(0, 13, 2)]}, "a tap's slot must not be written by anything else"),
+        ({"taps": [StateTap(0, 10, 2)]}, r"a tap's position must lie in \[11, 15\]"),
+        ({"taps": [StateTap(0, 16, 2)]}, r"a tap's position must lie in \[11, 15\]"),
+        ({"taps": [StateTap(1, 12, 2)]}, r"a tap's sequence must lie in \[0, 1\)"),
+        ({"taps": [StateTap(0, 12, 0)]}, r"a tap's slot must lie in \[1, 8\)"),
+        ({"taps": [StateTap(0, 12, 1)]}, "a tap's slot must not be written by anything else in the call"),
+        ({"taps": [StateTap(0, 12, 2), StateTap(0, 13, 2)]}, "a tap's slot must not be written by anything else"),
         ({"x": torch.zeros(5, 25)}, r"x must have shape \(5, 24\), got \(5, 25\)"),
         ({"weight": torch.zeros(24, 1)}, "weight must have at least 2 taps, got 1"),
         ({"history": torch.zeros(8, 24, 3, dtype=torch.bfloat16)}, "history must be float32, got 'bfloat16'"),
@@ -169,7 +169,7 @@ def test_slots_beyond_two_gibibytes_are_reached() -> None:
             if step:
                 outputs.append(conv_step(x=x[:2], **where, slots=torch.tensor([at, at + 2])))
             else:
-                taps = [Tap(0, 2, at + 1)]
+                taps = [StateTap(0, 2, at + 1)]
                 outputs.append(conv_prefill(x=x, **where, slots=[at], cu_seqlens=[0, 5], bases=[0], taps=taps))
         assert_same_bits(outputs[1], outputs[0])
         assert_same_bits(far[first:], history[1:4])

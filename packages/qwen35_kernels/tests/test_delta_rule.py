@@ -15,7 +15,7 @@ from kernel_testing import (
     state_tolerance,
     tolerance,
 )
-from qwen35_kernels import KernelInputError, StateLayout, Tap, delta_gates, reference
+from qwen35_kernels import KernelInputError, StateLayout, StateTap, delta_gates, reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -91,7 +91,7 @@ def test_extreme_gates_match_the_recurrence(strength: float) -> None:
     inputs["g"].fill_(-strength)
     inputs["g"][::7] = 0.0
     before = inputs["state"].clone()
-    o = prefill(inputs, base=5, taps=[Tap(0, 90, 2)])
+    o = prefill(inputs, base=5, taps=[StateTap(0, 90, 2)])
     expected, states = reference.gated_delta_rule(**{**inputs, "state": before[1]})
     # Decays are differences of float32 sums as large as 64 * strength: their spacing is the tolerance.
     tol = max(2e-5, 64 * strength * 2**-23)
@@ -131,7 +131,7 @@ def test_a_tap_has_the_bits_of_a_call_that_ends_there(threads: int, set_threads)
         heads = (1, 1) if os.environ.get("TRITON_INTERPRET") == "1" else (2, 4)
         inputs = make(25, tokens, slots=2 + len(positions), heads=heads)
         start = inputs["state"][1].clone()
-        taps = [Tap(0, base + p, 2 + i) for i, p in enumerate(positions)]
+        taps = [StateTap(0, base + p, 2 + i) for i, p in enumerate(positions)]
         o = prefill(inputs, base=base, taps=taps)
         tapped = inputs["state"].clone()
         for i, p in enumerate(positions):
@@ -145,7 +145,9 @@ def test_a_tap_has_the_bits_of_a_call_that_ends_there(threads: int, set_threads)
 def test_taps_change_no_other_bit() -> None:
     plain, tapped = make(26, 200), make(26, 200)
     o_plain = prefill(plain, base=70)
-    o_tapped = prefill(tapped, base=70, taps=[Tap(0, 71, 2), Tap(0, 128, 3), Tap(0, 200, 4), Tap(0, 200, 5)])
+    o_tapped = prefill(
+        tapped, base=70, taps=[StateTap(0, 71, 2), StateTap(0, 128, 3), StateTap(0, 200, 4), StateTap(0, 200, 5)]
+    )
     assert_same_bits(o_plain, o_tapped)
     assert_same_bits(plain["state"][1], tapped["state"][1])
     assert_same_bits(tapped["state"][4], tapped["state"][5])
@@ -156,7 +158,7 @@ def test_later_tokens_cannot_reach_a_tap() -> None:
     for name, value in (("q", 1e9), ("k", -1e9), ("v", 1e30), ("g", -80.0), ("beta", 1.0)):
         other[name][40:] = value
     for inputs in (plain, other):
-        prefill(inputs, taps=[Tap(0, 40, 2), Tap(0, 33, 3)])
+        prefill(inputs, taps=[StateTap(0, 40, 2), StateTap(0, 33, 3)])
     assert_same_bits(plain["state"][2:4], other["state"][2:4])
     assert not torch.equal(plain["state"][1], other["state"][1])
 
@@ -185,7 +187,7 @@ def test_a_sequence_does_not_depend_on_the_batch(threads: int, dims: tuple[int, 
     batch = make(30, 330, dims=dims)
     start = batch["state"].clone()
     cu_seqlens, bases = [0, 130, 130, 131, 330], [7, 0, 63, 64]
-    taps = [Tap(0, 20, 5)]
+    taps = [StateTap(0, 20, 5)]
     o = delta_prefill(**batch, slots=[3, 1, 4, 2], cu_seqlens=cu_seqlens, bases=bases, taps=taps)
     for i, slot in enumerate([3, 1, 4, 2]):
         begin, end = cu_seqlens[i], cu_seqlens[i + 1]
@@ -263,9 +265,9 @@ def test_gates_match_the_oracle(dtype: torch.dtype) -> None:
         ({"k": torch.zeros(5, 2, 8)}, r"k must have shape \(5, 2, 16\), got \(5, 2, 8\)"),
         ({"q": torch.zeros(5, 16, 2).transpose(1, 2)}, "q must be contiguous in its last dimension"),
         ({"state": torch.zeros(6, 4, 24, 16).transpose(2, 3)}, "each slot of state must be contiguous"),
-        ({"taps": [Tap(0, 10, 2)]}, r"a tap's position must lie in \[11, 15\]"),
-        ({"taps": [Tap(0, 12, 1)]}, "a tap's slot must not be written by anything else in the call"),
-        ({"taps": [Tap(0, 12, 0)]}, r"a tap's slot must lie in \[1, 6\) \(slot 0 is scratch\)"),
+        ({"taps": [StateTap(0, 10, 2)]}, r"a tap's position must lie in \[11, 15\]"),
+        ({"taps": [StateTap(0, 12, 1)]}, "a tap's slot must not be written by anything else in the call"),
+        ({"taps": [StateTap(0, 12, 0)]}, r"a tap's slot must lie in \[1, 6\) \(slot 0 is scratch\)"),
     ],
 )
 def test_bad_prefill_input_is_refused_before_anything_is_written(changes: dict, message: str) -> None:
@@ -291,8 +293,8 @@ def test_slots_beyond_two_gibibytes_are_reached() -> None:
     far = rows.view(torch.float32)[:, : 16 * 24].unflatten(1, (1, 16, 24))
     slot, tap = first + 8, first
     far[slot] = near
-    o = prefill({**inputs, "state": far}, slot=slot, taps=[Tap(0, 33, tap)])
-    expected = prefill(inputs, taps=[Tap(0, 33, 2)])
+    o = prefill({**inputs, "state": far}, slot=slot, taps=[StateTap(0, 33, tap)])
+    expected = prefill(inputs, taps=[StateTap(0, 33, 2)])
     assert_same_bits(o, expected)
     assert_same_bits(far[slot], inputs["state"][1])
     assert_same_bits(far[tap], inputs["state"][2])

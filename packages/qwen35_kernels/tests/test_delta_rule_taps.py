@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernel_testing import delta_prefill, generator
-from qwen35_kernels import Tap, Workspace
+from qwen35_kernels import StateTap, Workspace
 
 LENGTHS = (1, 63, 64, 65, 130, 200)
 LONGEST = LENGTHS[-1]
@@ -34,7 +34,7 @@ def test_every_tap_has_the_bits_of_a_call_that_ends_there(eighth: int, set_threa
     state = torch.randn(LONGEST + 2, 2, 16, 16, generator=rng)
     start = state[1].clone()
 
-    def run(tokens: int, base: int, taps: list[Tap]) -> Tensor:
+    def run(tokens: int, base: int, taps: list[StateTap]) -> Tensor:
         """A call over the first tokens; the final state is in slot 1, taps where they say."""
         state[1] = start
         return delta_prefill(
@@ -55,7 +55,7 @@ def test_every_tap_has_the_bits_of_a_call_that_ends_there(eighth: int, set_threa
             ends.append((state[1].clone(), o))
         for tokens in LENGTHS:
             state[2:] = float("nan")
-            o = run(tokens, base, [Tap(0, base + p, p + 1) for p in range(1, tokens + 1)])
+            o = run(tokens, base, [StateTap(0, base + p, p + 1) for p in range(1, tokens + 1)])
             assert equal_bits(state[1], ends[tokens - 1][0]), f"phase {phase}: taps changed the end of {tokens}"
             for p in range(1, tokens + 1):
                 assert equal_bits(state[p + 1], ends[p - 1][0]), f"phase {phase}, tap {p} of {tokens}"

@@ -14,7 +14,7 @@ from qwen35_kernels.layout import BLOCK_TOKENS, ByteRange, KVProfile, LayerKV, P
 from qwen35_kernels.mlp import swiglu
 from qwen35_kernels.moe import moe_combine_shared, moe_experts, moe_route
 from qwen35_kernels.norms import gated_rms_norm, rms_norm
-from qwen35_kernels.plans import DecodePages, DecodeStates, PrefillPages, PrefillStates, Tap, TokenRows
+from qwen35_kernels.plans import DecodePages, DecodeStates, PrefillPages, PrefillStates, StateTap, TokenRows
 from qwen35_kernels.rotary import qk_norm_rotary, rotary_frequencies, rotary_tables
 from qwen35_kernels.sampling import log_probabilities, sample
 from qwen35_kernels.workspace import Workspace
@@ -32,7 +32,7 @@ __all__ = [
     "PrefillPages",
     "PrefillStates",
     "StateLayout",
-    "Tap",
+    "StateTap",
     "TokenRows",
     "Workspace",
     "attention_gate",

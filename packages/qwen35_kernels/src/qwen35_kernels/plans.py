@@ -35,7 +35,7 @@ __all__ = [
     "PrefillPages",
     "PrefillStates",
     "StateSequence",
-    "Tap",
+    "StateTap",
     "TokenPages",
     "TokenRows",
 ]
@@ -88,7 +88,7 @@ def check_slots(op: str, name: str, arena: Tensor, num_slots: int) -> None:
 
 
 @dataclass(frozen=True)
-class Tap:
+class StateTap:
     """Write the state after absolute position `position` of sequence `sequence` into slot `slot`.
 
     `position` counts tokens: base < position <= base + length. A tap at the end of a call equals the state
@@ -134,7 +134,7 @@ class PrefillStates(_Plan):
         cu_seqlens: Sequence[int],
         bases: Sequence[int],
         num_slots: int,
-        taps: Sequence[Tap] = (),
+        taps: Sequence[StateTap] = (),
     ) -> None:
         """Check them together.
 

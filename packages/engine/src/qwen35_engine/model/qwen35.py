@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import qwen35_kernels as kernels
-from qwen35_kernels import Tap
+from qwen35_kernels import StateTap
 
 from ..checkpoint.config import ModelConfig
 from ..memory import DeviceMemory
@@ -93,7 +93,7 @@ class Qwen35Model:
         chunk: dict[str, Any] = {"cu_seqlens": (0, tokens.shape[0]), "bases": (base,)}
         states = kernels.PrefillStates(
             slots=(slot,),
-            taps=[Tap(sequence=0, position=position, slot=tap_slot) for position, tap_slot in taps],
+            taps=[StateTap(sequence=0, position=position, slot=tap_slot) for position, tap_slot in taps],
             num_slots=len(self._memory.states),
             **chunk,
         )
