@@ -115,9 +115,12 @@ def test_sigint_ends_in_order_while_an_answer_runs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--model", "/no/such/folder"], "/no/such/folder: not a folder"),
+        (["--model", "/no/such/folder", "--port", "0"], "/no/such/folder: not a folder"),
         (["--model", "demo", "--max-concurrency", "0"], "--max-concurrency must be between 1 and 256, got 0"),
-        (["--model", "demo", "--max-context", "99999"], "--max-context must be at most the model's 32768 positions"),
+        (
+            ["--model", "demo", "--port", "0", "--max-context", "99999"],
+            "--max-context must be at most the model's 32768 positions",
+        ),
         (["--model", "demo", "--port", "99999"], "--port must be between 0 and 65535, got 99999"),
         (["--model", "demo", "--host", "203.0.113.1"], "cannot listen on 203.0.113.1 port 8080"),
     ],
@@ -132,7 +135,7 @@ def test_one_line_and_exit_code_2(capfd: pytest.CaptureFixture[str], arguments: 
 
 def test_a_process_that_cannot_start_says_so_without_a_traceback() -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "qwen35_serve", "--model", "/no/such/folder"],
+        [sys.executable, "-m", "qwen35_serve", "--model", "/no/such/folder", "--port", "0"],
         capture_output=True,
         text=True,
         timeout=120,
